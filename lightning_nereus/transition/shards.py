@@ -108,9 +108,11 @@ class ShardMap(Mapping[str, ParamSpec]):
     layers: int
     heads: int
     _index: dict[str, ParamSpec] = field(init=False, repr=False, compare=False, hash=False)
+    _elements: dict[tuple[Layout, int], int] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_index", {p.name: p for p in self.params})
+        object.__setattr__(self, "_elements", {})
 
     def __getitem__(self, name: str) -> ParamSpec:
         return self._index[name]
@@ -163,5 +165,8 @@ class ShardMap(Mapping[str, ParamSpec]):
         return {name: piece for name, piece in slices if piece is not None}
 
     def elements(self, layout: Layout, position: int) -> int:
-        """Elements that a position of a layout holds."""
-        return sum(piece.elements for piece in self.shard(layout, position).values())
+        """Elements that a position of a layout holds. Remembered: planning asks again and again."""
+        key = layout, position
+        if key not in self._elements:
+            self._elements[key] = sum(piece.elements for piece in self.shard(layout, position).values())
+        return self._elements[key]
