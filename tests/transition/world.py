@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_nereus.job import Layout, ModelShape, ModelStage, Plan, StagePlan
 from lightning_nereus.transition import Destroy, Extend, Merge, Primitive, ShardMap, Split, UnitId, shard_map_of
@@ -24,6 +24,19 @@ def plan_space(devices: int, *, first: int = 0) -> Iterator[StagePlan]:
                 yield StagePlan(Layout(tp, pp), dp, tuple(range(first, first + dp * tp * pp)))
 
 
+def joined(subs: Sequence[tuple[int, ...]], sub: Layout, layout: Layout) -> tuple[int, ...]:
+    """Devices of the unit of ``layout`` whose sub-units are ``subs``, jp-major: the inverse of sub_units."""
+    factor_tp = layout.tp // sub.tp
+    factor_pp = layout.pp // sub.pp
+    devices = {}
+    for j, members in enumerate(subs):
+        jp, jt = divmod(j, factor_tp)
+        for i, device in enumerate(members):
+            p, t = divmod(i, sub.tp)
+            devices[(p * factor_pp + jp) * layout.tp + t * factor_tp + jt] = device
+    return tuple(devices[i] for i in range(layout.size))
+
+
 def units(plan: Plan, model_stages: Iterable[ModelStage] | None = None) -> set[UnitId]:
     return {
         UnitId(m, stage_plan.layout, devices)
@@ -43,10 +56,18 @@ class World:
     def __init__(self, plan: Plan, shard_map: ShardMap = SHARD_MAP) -> None:
         self.shard_map = shard_map
         self.received = 0
+        self.peaks: dict[int, int] = {}
         self.held: dict[tuple[int, UnitId], dict[str, tuple[tuple[int, int], ...]]] = {}
         for unit in units(plan):
             for position, device in enumerate(unit.devices):
                 self.held[device, unit] = self.boxes(unit, position)
+        self._note(plan.devices)
+
+    def _note(self, devices: Iterable[int]) -> None:
+        """Remember what the devices hold now if it is more than ever before, in elements."""
+        for device in devices:
+            now = sum(self.elements(d, u) for d, u in self.held if d == device)
+            self.peaks[device] = max(self.peaks.get(device, 0), now)
 
     def boxes(self, unit: UnitId, position: int) -> dict[str, tuple[tuple[int, int], ...]]:
         return {name: piece.ranges for name, piece in self.shard_map.shard(unit.layout, position).items()}
@@ -74,6 +95,7 @@ class World:
                         assert (taker, target) not in self.held
                         self.received += self.elements(giver, source) if giver != taker else 0
                         self.held[taker, target] = given
+                    self._note(target.devices)
                 case Destroy(unit):
                     replicas = {u for _, u in self.held if u.model_stage == unit.model_stage and u != unit}
                     assert any(self.complete(u) for u in replicas), f"{unit} held the only copy"
@@ -110,15 +132,16 @@ class World:
                         rows = set().union(*(range(*held[dim]) for held in gathered[name]))
                         assert rows == set(range(start, stop)), "the enclosing group holds other rows"
                 made[device, sub] = wanted
-        for device in unit.devices:
-            del self.held[device, unit]
         assert not made.keys() & self.held.keys()
         self.held.update(made)
+        self._note(unit.devices)
+        for device in unit.devices:
+            del self.held[device, unit]
 
     def _merge(self, subs: tuple[UnitId, ...], unit: UnitId) -> None:
         for position, device in enumerate(unit.devices):
             (sub,) = (s for s in subs if device in s.devices)
-            outer = self.held.pop((device, sub))
+            outer = self.held[device, sub]
             inner = self.boxes(unit, position)
             for name, box in inner.items():
                 for (start, stop), (low, high) in zip(box, outer[name], strict=True):
@@ -126,6 +149,8 @@ class World:
                     assert stop <= high
             assert (device, unit) not in self.held
             self.held[device, unit] = inner
+            self._note([device])
+            del self.held[device, sub]
 
     def assert_is(self, plan: Plan) -> None:
         expected = World(plan, self.shard_map).held
