@@ -27,6 +27,7 @@ from lightning_nereus.transition.primitives import Destroy, Extend, Merge, Primi
 
 # Release-before-acquire: Destroy frees devices, Merge frees memory, Split leads to both.
 _PRIORITY = {Destroy: 0, Merge: 1, Split: 2, Extend: 3}
+_Key = tuple[int, tuple[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class _Builder:
         acquisition, release = self.primitives[circle[0]], self.primitives[circle[-1]]
         devices = sorted(acquisition.acquires & release.releases)
         waits = ", which waits for ".join(f"[{self.primitives[i]}]" for i in reversed(circle))
-        return f"[{acquisition}] needs devices {devices}, which only the last names of this chain release: {waits}"
+        return f"[{acquisition}] needs devices {devices} of {waits}"
 
 
 def _schedule(builder: _Builder, residency: Residency | None) -> list[int]:
@@ -173,7 +174,7 @@ def _schedule(builder: _Builder, residency: Residency | None) -> list[int]:
     for edge in builder.edges:
         successors[edge.before].append(edge.after)
 
-    def key(index: int) -> tuple[int, tuple[int, int], int]:
+    def key(index: int) -> _Key:
         operation = primitives[index]
         return _PRIORITY[type(operation)], operation.model_stage.sort_key, index
 
@@ -190,7 +191,7 @@ def _schedule(builder: _Builder, residency: Residency | None) -> list[int]:
     return order
 
 
-def _take(ready: list[tuple[int, tuple[int, int], int]], builder: _Builder, residency: Residency | None) -> int:
+def _take(ready: list[_Key], builder: _Builder, residency: Residency | None) -> int:
     """Pop the first ready primitive that fits; larger ones wait until others have freed memory."""
     if residency is None:
         return heapq.heappop(ready)[-1]
@@ -208,7 +209,7 @@ def _take(ready: list[tuple[int, tuple[int, int], int]], builder: _Builder, resi
 
 
 def _no_room(
-    too_large: Sequence[tuple[int, tuple[int, int], int]],
+    too_large: Sequence[_Key],
     primitives: Sequence[Primitive],
     waived: Mapping[int, str],
     residency: Residency,

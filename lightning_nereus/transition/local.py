@@ -80,19 +80,15 @@ def _last(redundant: Sequence[UnitId], missing: Sequence[UnitId], contested: fro
 def _extends(missing: Sequence[UnitId], sources: Sequence[UnitId]) -> list[Extend]:
     """One Extend for each missing replica, the sources taking turns, a near one first.
 
-    Devices are numbered node by node, so the distance of numbers stands for that of devices.
+    Devices are numbered node by node, so that the distance of numbers stands for that of devices.
     """
-    uses = dict.fromkeys(range(len(sources)), 0)
     extends = []
+    turn: list[UnitId] = []
     for target in missing:
-
-        def distance(index: int, target: UnitId = target) -> int:
-            return sum(abs(a - b) for a, b in zip(sources[index].devices, target.devices, strict=True))
-
-        least = min(uses.values())
-        chosen = min((i for i, count in uses.items() if count == least), key=distance)
-        uses[chosen] += 1
-        extends.append(Extend(sources[chosen], target))
+        turn = turn or list(sources)
+        source = min(turn, key=lambda piece: abs(piece.devices[0] - target.devices[0]))
+        turn.remove(source)
+        extends.append(Extend(source, target))
     return extends
 
 

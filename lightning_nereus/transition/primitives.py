@@ -12,6 +12,7 @@ shards lie inside the sub-shard of that position, so Split gathers among them an
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_nereus.errors import ConfigurationError
@@ -58,20 +59,30 @@ def sub_units(unit: UnitId, layout: Layout) -> tuple[UnitId, ...]:
         return (unit,)
     if unit.layout.common(layout) != layout:
         raise ConfigurationError("layout", f"{layout} does not divide {unit.layout}", "Use a common divisor")
-    factor_pp, factor_tp = unit.layout.pp // layout.pp, unit.layout.tp // layout.tp
-    return tuple(
-        UnitId(
-            unit.model_stage,
-            layout,
-            tuple(
-                unit.devices[unit.layout.position(p * factor_pp + jp, t * factor_tp + jt)]
-                for p in range(layout.pp)
-                for t in range(layout.tp)
-            ),
-        )
-        for jp in range(factor_pp)
-        for jt in range(factor_tp)
-    )
+    pieces = zip(*_enclosing(unit.layout, layout), strict=True)
+    return tuple(UnitId(unit.model_stage, layout, tuple(unit.devices[i] for i in piece)) for piece in pieces)
+
+
+def joined(pieces: Sequence[tuple[int, ...]], sub: Layout, layout: Layout) -> tuple[int, ...]:
+    """The devices of the unit of ``layout`` whose sub-units of layout ``sub`` are on ``pieces``, jp-major."""
+    device = {
+        position: piece[sub_position]
+        for sub_position, group in enumerate(_enclosing(layout, sub))
+        for position, piece in zip(group, pieces, strict=True)
+    }
+    return tuple(device[position] for position in range(layout.size))
+
+
+def _enclosing(layout: Layout, sub: Layout) -> Iterator[tuple[int, ...]]:
+    """For each position of ``sub`` the positions of ``layout`` in its enclosing group, by (jp, jt)."""
+    factor_pp, factor_tp = layout.pp // sub.pp, layout.tp // sub.tp
+    for p in range(sub.pp):
+        for t in range(sub.tp):
+            yield tuple(
+                layout.position(p * factor_pp + jp, t * factor_tp + jt)
+                for jp in range(factor_pp)
+                for jt in range(factor_tp)
+            )
 
 
 def _check_cut(name: str, unit: UnitId, subs: tuple[UnitId, ...]) -> None:

@@ -30,7 +30,8 @@ from lightning_nereus.transition import (
     shard_bytes,
     shard_map_of,
 )
-from tests.transition.world import SHARD_MAP, World, joined
+from lightning_nereus.transition.primitives import joined
+from tests.transition.world import SHARD_MAP, World
 
 
 def blocks(first, count, size):

@@ -4,8 +4,8 @@ from lightning_nereus.errors import ConfigurationError
 from lightning_nereus.job import ACTOR_GENERATION, ACTOR_TRAINING, Layout, StagePlan
 from lightning_nereus.transition import Destroy, Extend, Merge, Split, UnitId
 from lightning_nereus.transition.local import decompose
-from lightning_nereus.transition.primitives import sub_units
-from tests.transition.world import DEGREES, joined
+from lightning_nereus.transition.primitives import joined, sub_units
+from tests.transition.world import DEGREES
 
 
 def unit(tp, pp, devices, model_stage=ACTOR_TRAINING):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from lightning_nereus.job import Layout, ModelShape, ModelStage, Plan, StagePlan
 from lightning_nereus.transition import Destroy, Extend, Merge, Primitive, ShardMap, Split, UnitId, shard_map_of
@@ -22,19 +22,6 @@ def plan_space(devices: int, *, first: int = 0) -> Iterator[StagePlan]:
         for pp in DEGREES:
             for dp in range(1, devices // (tp * pp) + 1):
                 yield StagePlan(Layout(tp, pp), dp, tuple(range(first, first + dp * tp * pp)))
-
-
-def joined(subs: Sequence[tuple[int, ...]], sub: Layout, layout: Layout) -> tuple[int, ...]:
-    """Devices of the unit of ``layout`` whose sub-units are ``subs``, jp-major: the inverse of sub_units."""
-    factor_tp = layout.tp // sub.tp
-    factor_pp = layout.pp // sub.pp
-    devices = {}
-    for j, members in enumerate(subs):
-        jp, jt = divmod(j, factor_tp)
-        for i, device in enumerate(members):
-            p, t = divmod(i, sub.tp)
-            devices[(p * factor_pp + jp) * layout.tp + t * factor_tp + jt] = device
-    return tuple(devices[i] for i in range(layout.size))
 
 
 def units(plan: Plan, model_stages: Iterable[ModelStage] | None = None) -> set[UnitId]:
