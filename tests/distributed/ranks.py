@@ -1,0 +1,78 @@
+"""A pool of forked gloo ranks that many tests share: imports are paid once, a task costs milliseconds.
+
+    results = pool.run(function, *args)      # function(rank, communicators, *args) on every rank
+
+``function`` must be importable at the module's top level; what it returns comes back by rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_nereus.runtime.world import WorkerContext, World
+
+TASK_SECONDS = 300
+
+
+class RankError(AssertionError):
+    """A task failed on a rank; carries that rank's traceback."""
+
+
+class RankPool:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("fork")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            worker = WorkerContext(rank, size, "127.0.0.1", self._store.port)
+            process = context.Process(target=_serve, args=(worker, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Any, *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results, errors = [], []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TASK_SECONDS if not errors else 2):
+                errors.append(f"rank {rank} did not answer")
+                continue
+            good, value = pipe.recv()
+            results.append(value) if good else errors.append(f"rank {rank}: {value}")
+        if errors:
+            self.close()
+            raise RankError("\n".join(errors))
+        return results
+
+    @property
+    def alive(self) -> bool:
+        return all(p.is_alive() for p in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(context: WorkerContext, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    world = World.join(context, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(context.rank, world.communicators, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
