@@ -18,6 +18,12 @@ def ranks() -> RankPool:
     return pool
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the pool when everything is imported and no tensor has been made yet."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+        _pools[8] = RankPool(8)
+
+
 def pytest_sessionfinish() -> None:
     for pool in _pools.values():
         pool.close()

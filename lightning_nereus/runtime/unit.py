@@ -71,7 +71,8 @@ def cut(tensor: Tensor, held: Slice, wanted: Slice) -> Tensor:
 class Executor(Protocol):
     """What a backend builds around one position's shards, as far as the runtime needs it."""
 
-    parameters: Mapping[str, nn.Parameter]
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
 
     def reduce_gradients(self, dp_group: dist.ProcessGroup | None) -> None: ...
 
