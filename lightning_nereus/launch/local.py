@@ -57,7 +57,7 @@ class LocalLauncher(_Launcher):
     Args:
         num_processes: ranks of the job.
         enter: called in each rank before anything else.
-        prepare: called in the parent before any rank starts; may refuse by raising.
+        prepare: called in the parent with the function's arguments before any rank starts; may refuse by raising.
         collect: called in rank 0 at the end; what it returns goes to ``restore`` in the parent.
         restore: called in the parent with what ``collect`` gave.
     """
@@ -67,7 +67,7 @@ class LocalLauncher(_Launcher):
         num_processes: int,
         *,
         enter: Callable[[WorkerContext], None],
-        prepare: Callable[[Trainer | None], None],
+        prepare: Callable[[Trainer | None, tuple[Any, ...]], None],
         collect: Callable[[Trainer], dict[str, Any]],
         restore: Callable[[Trainer, dict[str, Any]], None],
     ) -> None:
@@ -89,7 +89,7 @@ class LocalLauncher(_Launcher):
             PeerLostError: if a rank died without an error of its own.
             BaseException: the first error that a rank raised.
         """
-        self._prepare(trainer)
+        self._prepare(trainer, (*args, *kwargs.values()))
         if torch.cuda.is_initialized():
             raise NereusError("CUDA was initialised before the ranks were forked; do not touch it before fit()")
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
