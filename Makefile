@@ -29,4 +29,4 @@ format: venv
 	$(BIN)/ruff format .
 
 demo: venv
-	$(BIN)/python -c "from lightning_nereus.job import *; print('No training run stands yet. A plan looks like this:'); print(Plan.uniform((ACTOR_GENERATION, ACTOR_TRAINING), StagePlan(Layout(2, 2), 2, tuple(range(8)))))"
+	OMP_NUM_THREADS=1 $(BIN)/python examples/relay.py

@@ -9,6 +9,7 @@ No path leaves a process behind.
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import os
 import pickle
@@ -45,6 +46,7 @@ class _Worker:
     rank: int
     pid: int
     pipe: int
+    start: int
     received: bytearray = field(default_factory=bytearray)
     message: dict[str, Any] | None = None
     status: int | None = None
@@ -92,14 +94,16 @@ class LocalLauncher(_Launcher):
         self._prepare(trainer, (*args, *kwargs.values()))
         if torch.cuda.is_initialized():
             raise NereusError("CUDA was initialised before the ranks were forked; do not touch it before fit()")
-        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
         sys.stdout.flush()
         sys.stderr.flush()
         self._workers = []
         try:
             for rank in range(self.num_processes):
-                context = WorkerContext(rank, self.num_processes, _HOST, store.port)
-                self._workers.append(self._fork(context, trainer, function, args, kwargs))
+                self._workers.append(self._fork(rank, trainer, function, args, kwargs))
+            # Only now: a fork may catch the store's thread while it holds a lock, which the child would wait for.
+            store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
+            for worker in self._workers:
+                os.write(worker.start, store.port.to_bytes(4, "big"))
             self._await()
         finally:
             self._stop()
@@ -115,24 +119,30 @@ class LocalLauncher(_Launcher):
 
     # The rank's side
 
-    def _fork(
-        self, context: WorkerContext, trainer: Trainer | None, function: Callable, args: Any, kwargs: Any
-    ) -> _Worker:
+    def _fork(self, rank: int, trainer: Trainer | None, function: Callable, args: Any, kwargs: Any) -> _Worker:
         parent = os.getpid()
         reading, writing = os.pipe()
+        waiting, start = os.pipe()
         pid = os.fork()
         if pid:
             os.close(writing)
-            return _Worker(context.rank, pid, reading)
+            os.close(waiting)
+            return _Worker(rank, pid, reading, start)
         code = 1
+        # A store that the parent dropped must not be collected here: its destructor waits for a thread that
+        # the fork left behind.
+        gc.freeze()
         try:
             os.close(reading)
             for sibling in self._workers:
                 os.close(sibling.pipe)
+                os.close(sibling.start)
+            os.close(start)
             _die_with(parent)
             # A forked OpenMP pool has lost its threads and would wait for them.
             torch.set_num_threads(1)
-            message = self._run(context, trainer, function, args, kwargs)
+            port = int.from_bytes(os.read(waiting, 4), "big")
+            message = self._run(WorkerContext(rank, self.num_processes, _HOST, port), trainer, function, args, kwargs)
             _write(writing, message)
             code = 0
             if "error" in message:
@@ -218,6 +228,7 @@ class LocalLauncher(_Launcher):
             if worker.status is None:
                 _, worker.status = os.waitpid(worker.pid, 0)
             os.close(worker.pipe)
+            os.close(worker.start)
 
     def _reap(self, end: float) -> None:
         while True:

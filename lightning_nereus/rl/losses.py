@@ -128,8 +128,10 @@ def value_loss(
     error = torch.where(mask, values - returns.to(values.dtype), 0.0)
     free = clipped = error.square()
     if clip is not None:
-        bounded = old_values + (values - old_values).clamp(-clip, clip)
-        clipped = torch.where(mask, bounded - returns, 0.0).square()
+        moved = values - old_values
+        # Not old + moved inside the range, whose rounding would tell two equal errors apart.
+        bounded = torch.where(moved.abs() > clip, old_values + moved.clamp(-clip, clip), values)
+        clipped = torch.where(mask, bounded - returns.to(values.dtype), 0.0).square()
     loss = 0.5 * (torch.maximum(free, clipped) * weights).sum()
     with torch.no_grad():
         statistics = {

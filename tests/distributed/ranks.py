@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import traceback
 from datetime import timedelta
@@ -27,17 +28,19 @@ class RankError(AssertionError):
 class RankPool:
     def __init__(self, size: int) -> None:
         self.size = size
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("fork")
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            worker = WorkerContext(rank, size, "127.0.0.1", self._store.port)
-            process = context.Process(target=_serve, args=(worker, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        # After the forks: one that caught the store's thread with a lock held would never join.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for pipe in self._pipes:
+            pipe.send(self._store.port)
 
     def run(self, function: Any, *args: Any) -> list[Any]:
         for pipe in self._pipes:
@@ -64,8 +67,10 @@ class RankPool:
             process.join()
 
 
-def _serve(context: WorkerContext, pipe: Any) -> None:
+def _serve(rank: int, size: int, pipe: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # stores that the parent dropped wait in their destructor for threads that the fork left behind
+    context = WorkerContext(rank, size, "127.0.0.1", pipe.recv())
     world = World.join(context, timeout=timedelta(seconds=60))
     while True:
         try:
