@@ -131,7 +131,8 @@ class NereusStrategy(ParallelStrategy):
     def _check_before_fork(self, trainer: Trainer | None, arguments: tuple[Any, ...]) -> None:
         for argument in arguments:
             if isinstance(argument, LightningDataModule) and trainer is not None:
-                trainer.datamodule = argument  # as Lightning does in each rank, but too late to refuse anything
+                # Lightning does so in each rank, too late to refuse anything.
+                trainer.datamodule = argument  # type: ignore[attr-defined]
         if trainer is not None and trainer.lightning_module is not None:
             self.check(trainer.lightning_module, trainer)
 
