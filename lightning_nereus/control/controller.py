@@ -1,0 +1,265 @@
+"""Controller: monitor -> planner -> transition -> admission -> Decision (paper §4, Fig. 4).
+
+A pure function of the telemetry that it is given, apart from three states: references and intervals
+(Monitor), efficiencies (Calibration) and the lengths of the last steps. It runs the same in a trainer,
+in a simulator and in a notebook.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from lightning_nereus.control.admission import admit
+from lightning_nereus.control.decisions import Decision, Outcome, Proposal
+from lightning_nereus.control.monitor import SMOOTHING_STEPS, Monitor, StepTelemetry, Thresholds, Trigger
+from lightning_nereus.control.planner import Candidate, Planner
+from lightning_nereus.cost import Calibration, CostModel, PlanEstimate
+from lightning_nereus.errors import ConfigurationError, InfeasiblePlanError
+from lightning_nereus.job import Cluster, JobSpec, LengthStats, ModelStage, Plan, Workload
+from lightning_nereus.transition import (
+    MemoryBound,
+    ShardMap,
+    TransitionEstimate,
+    TransitionGraph,
+    estimate,
+    plan_transition,
+    shard_bytes,
+)
+
+# The key under which a calibration keeps measured over predicted seconds of transitions.
+TRANSITION_KEY = "transition"
+
+
+class Policy(StrEnum):
+    """When to look for a plan, and what it takes to adopt one."""
+
+    NEREUS = "nereus"  # on triggers, if it pays back within its horizon
+    ALWAYS = "always"  # on triggers, whatever is faster
+    EVERY_K = "every_k"  # every so many steps, whatever is faster
+    STATIC = "static"  # never
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """How to decide.
+
+    ``gamma`` is the share of the horizon within which a transition pays back (paper Eq. 2), ``every`` the
+    steps between replans of ``every_k``, ``fallbacks`` the number of targets besides the best that are considered.
+    """
+
+    policy: Policy | str = Policy.NEREUS
+    gamma: float = 0.5
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    every: int = 10
+    fallbacks: int = 3
+
+    def __post_init__(self) -> None:
+        if self.policy not in list(Policy):
+            raise ConfigurationError("policy", f"{self.policy!r} is unknown", f"Use one of {', '.join(Policy)}")
+        object.__setattr__(self, "policy", Policy(self.policy))
+        if not self.gamma > 0:
+            raise ConfigurationError("gamma", f"{self.gamma} admits nothing", "Use a share above 0, such as 0.5")
+        if self.every < 1:
+            raise ConfigurationError("every", f"{self.every} is too few", "Use at least 1")
+        if self.fallbacks < 0:
+            raise ConfigurationError("fallbacks", f"{self.fallbacks} is negative", "Use 0 or more")
+
+
+class Controller:
+    """Decides after every step whether the job's plan changes.
+
+    Args:
+        shard_maps: of every model-stage, for what a transition moves.
+        workload: of a step before any response was seen.
+        calibration: what earlier runs learned; it is updated in place.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        cluster: Cluster,
+        shard_maps: Mapping[ModelStage, ShardMap],
+        workload: Workload,
+        options: ControllerOptions | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.options = options or ControllerOptions()
+        self.cost_model = CostModel(job, cluster, calibration)
+        self.planner = Planner(self.cost_model)
+        self.monitor = Monitor(self.options.thresholds)
+        # What peak rates say, so that learning does not hide the drift that it learns.
+        self._peaks = self.cost_model.with_calibration(Calibration())
+        self._shard_maps = dict(shard_maps)
+        self._moved_bytes = {
+            m: float(job.parameter_bytes + (job.optimizer_bytes if job.is_trained(m) else 0)) for m in job.model_stages
+        }
+        self._memory = MemoryBound(cluster.device.memory_bytes, shard_bytes(self._shard_maps, self._moved_bytes))
+        self._first_workload = workload
+        self._lengths: list[tuple[float, ...]] = []
+        self._prompt_length = workload.prompt_length
+        # The first step under a plan makes its communicators and fills its caches: nothing is learned from it.
+        self._unsettled = True
+
+    @property
+    def calibration(self) -> Calibration:
+        return self.cost_model.calibration
+
+    @property
+    def workload(self) -> Workload:
+        """The work expected of the next step: lengths as in the last few."""
+        if not self._lengths:
+            return self._first_workload
+        return self._workload([length for step in self._lengths for length in step])
+
+    def start(self, pool: Sequence[int]) -> None:
+        """The pool before the first step, so that a change during it is seen."""
+        self.monitor.start(tuple(pool))
+
+    def initial_plan(self, pool: Sequence[int]) -> Plan:
+        """The plan to start with.
+
+        Raises:
+            InfeasiblePlanError: if no plan fits the pool and its memory.
+        """
+        return self.planner.plan(self.workload, pool, None, k=1)[0].plan
+
+    def predict(self, plan: Plan) -> PlanEstimate:
+        """A step under a plan, at the lengths of the last few steps."""
+        return self.cost_model.estimate(plan, self.workload)
+
+    def transition(self, current: Plan, target: Plan) -> tuple[TransitionGraph, TransitionEstimate]:
+        """The graph within the memory bound, and what it takes. Every rank gets the same.
+
+        Raises:
+            InfeasiblePlanError: if no order of primitives reaches the target within the devices' memory.
+        """
+        graph = plan_transition(current, target, memory=self._memory)
+        found = estimate(graph, self._shard_maps, self.cost_model.cluster, bytes_per_element=self._moved_bytes)
+        return graph, replace(found, seconds=found.seconds * self.calibration.factor(TRANSITION_KEY))
+
+    def step(self, telemetry: StepTelemetry, plan: Plan) -> Decision | None:
+        """Take one RL step in; the decision if there was reason to replan, else None.
+
+        Raises:
+            InfeasiblePlanError: if ``plan`` uses devices that leave and no other plan can take its place.
+        """
+        self._learn(telemetry, plan)
+        violation = self.cost_model.memory_violation(plan, self.workload)
+        peaks = self._peaks.estimate(plan, self.workload).stage_seconds
+        seen = replace(telemetry, stage_seconds={}) if self._unsettled else telemetry
+        self._unsettled = False
+        trigger = self.monitor.observe(seen, plan, violation, peaks)
+        policy = self.options.policy
+        lost = sorted(plan.devices - set(telemetry.pool))
+        if policy is Policy.STATIC:
+            if lost:
+                raise InfeasiblePlanError(f"devices {lost} leave, and policy static keeps a plan that uses them")
+            return None
+        if policy is Policy.EVERY_K:
+            due = telemetry.step % self.options.every == 0
+            if due and trigger is None:
+                trigger = Trigger(telemetry.step, (), f"{self.options.every} steps have passed", False)
+            elif trigger is not None and not (due or trigger.urgent):
+                trigger = None
+        if trigger is None:
+            return None
+        decision = self._replan(trigger, plan, telemetry.pool)
+        self.monitor.reset()
+        if not decision.admitted and lost:
+            raise InfeasiblePlanError(
+                f"devices {lost} leave, and no transition away from them is possible: {decision.reason}"
+            )
+        self._unsettled = decision.admitted
+        return decision
+
+    def observe_transition(self, decision: Decision, measured_seconds: float) -> None:
+        """Learn from an admitted transition how long transitions take here."""
+        assert decision.target is not None
+        self.calibration.observe(TRANSITION_KEY, decision.target.transition_seconds, measured_seconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {
+            "monitor": self.monitor.state_dict(),
+            "calibration": self.calibration.to_dict(),
+            "lengths": [list(step) for step in self._lengths],
+            "prompt_length": self._prompt_length,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.monitor.load_state_dict(state["monitor"])
+        self.cost_model = self.cost_model.with_calibration(Calibration.from_dict(state["calibration"]))
+        self.planner = Planner(self.cost_model)
+        self._lengths = [tuple(float(x) for x in step) for step in state["lengths"]]
+        self._prompt_length = float(state["prompt_length"])
+        self._unsettled = True
+
+    # Parts of a step
+
+    def _workload(self, lengths: Sequence[float]) -> Workload:
+        return replace(self._first_workload, prompt_length=self._prompt_length, response_length=LengthStats.of(lengths))
+
+    def _learn(self, telemetry: StepTelemetry, plan: Plan) -> None:
+        self._prompt_length = telemetry.prompt_length
+        self._lengths = [*self._lengths, telemetry.lengths][-SMOOTHING_STEPS:]
+        if self._unsettled:
+            return
+        workload = self._workload(telemetry.lengths)
+        for model_stage, seconds in telemetry.stage_seconds.items():
+            active = self.cost_model.active_devices(plan, model_stage)
+            self.cost_model.observe_stage(model_stage, plan[model_stage], workload, active, seconds)
+
+    def _replan(self, trigger: Trigger, plan: Plan, pool: Sequence[int]) -> Decision:
+        runs = plan.devices <= set(pool) and self.cost_model.fits(plan, self.workload)
+        now = self.predict(plan).step_seconds if runs else None
+        horizon = self.monitor.horizon(trigger.signals)
+        decision = Decision(trigger, Outcome.KEPT, plan, now, horizon)
+
+        def seconds_to(target: Plan) -> float:
+            try:
+                return self.transition(plan, target)[1].seconds
+            except InfeasiblePlanError:
+                return math.inf
+
+        try:
+            candidates = self.planner.plan(self.workload, pool, plan, 1 + self.options.fallbacks, seconds_to)
+        except InfeasiblePlanError as error:
+            # The plan in force, which the planner finds where it runs, does not fit either.
+            return replace(decision, outcome=Outcome.REJECTED, note=str(error))
+        rejected: list[Proposal] = []
+        for candidate in candidates:
+            if candidate.plan == plan:
+                continue
+            outcome, proposal = self._judge(candidate, decision)
+            if outcome is Outcome.KEPT:
+                break  # this one and all that follow are slower than the plan in force
+            if outcome is Outcome.REJECTED:
+                rejected.append(proposal)
+                continue
+            return replace(decision, outcome=outcome, target=proposal, rejected=tuple(rejected))
+        outcome = Outcome.REJECTED if rejected else Outcome.KEPT
+        return replace(decision, outcome=outcome, rejected=tuple(rejected))
+
+    def _judge(self, candidate: Candidate, decision: Decision) -> tuple[Outcome, Proposal]:
+        step_seconds = candidate.estimate.step_seconds
+        saving = None if decision.current_seconds is None else decision.current_seconds - step_seconds
+        proposal = Proposal(candidate.plan, step_seconds, 0.0, 0.0, "")
+        if saving is not None and not saving > 0:
+            return Outcome.KEPT, proposal
+        try:
+            _, cost = self.transition(decision.current, candidate.plan)
+        except InfeasiblePlanError as error:
+            return Outcome.REJECTED, replace(proposal, verdict=str(error))
+        proposal = replace(proposal, transition_seconds=cost.seconds, transition_bytes=cost.moved_bytes)
+        if saving is None:
+            return Outcome.URGENT, replace(proposal, verdict="the plan in force cannot run on")
+        if self.options.policy is not Policy.NEREUS:
+            text = f"saves {saving:.4g} s a step; policy {self.options.policy} asks for no more"
+            return Outcome.OPPORTUNISTIC, replace(proposal, verdict=text)
+        verdict = admit(saving, cost.seconds, decision.horizon, self.options.gamma)
+        outcome = Outcome.OPPORTUNISTIC if verdict.admitted else Outcome.REJECTED
+        return outcome, replace(proposal, verdict=verdict.reason)
