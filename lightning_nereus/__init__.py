@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_nereus.adaptation import AdaptationCallback
     from lightning_nereus.job import Layout, ModelStage, Plan, Role, Stage, StagePlan
     from lightning_nereus.rl.data import PromptDataModule
     from lightning_nereus.rl.grpo import GRPOModule
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_nereus.strategy import NereusStrategy
 
 _HOMES = {
+    "AdaptationCallback": "adaptation",
     "GRPOModule": "rl.grpo",
     "NereusStrategy": "strategy",
     "PPOModule": "rl.ppo",
@@ -23,6 +25,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdaptationCallback",
     "GRPOModule",
     "Layout",
     "ModelStage",

@@ -23,9 +23,11 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_nereus.adaptation import AdaptationCallback
 from lightning_nereus.backends.native.build import unit_collection
 from lightning_nereus.errors import ConfigurationError
-from lightning_nereus.job import JobSpec, Layout, ModelStage, Plan, StagePlan
+from lightning_nereus.hardware.cpu import describe_cpu
+from lightning_nereus.job import Cluster, JobSpec, ModelStage, Plan
 from lightning_nereus.launch.local import LocalLauncher
 from lightning_nereus.rl.module import RLModule
 from lightning_nereus.runtime import checkpoint as checkpoints
@@ -44,8 +46,8 @@ class NereusStrategy(ParallelStrategy):
     """Runs an RL job under a plan that can change at every safe boundary.
 
     Args:
-        plan: the first plan, as a :class:`Plan` or its dictionary; data parallel over the largest number of
-            devices that divides the batch when None.
+        plan: the first plan, as a :class:`Plan` or its dictionary; the fastest that fits when None.
+        cluster: what the devices are; this machine's cores and memory, measured, when None.
         timeout: deadline of each collective.
 
     Raises:
@@ -58,15 +60,18 @@ class NereusStrategy(ParallelStrategy):
     def __init__(
         self,
         plan: Plan | Mapping[str, Mapping[str, Any]] | None = None,
+        cluster: Cluster | None = None,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
         **lightning_arguments: Any,
     ) -> None:
         super().__init__(**lightning_arguments)
         self.first_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_dict(plan)
+        self.cluster = cluster
         self.timeout = timeout
         self._context: WorkerContext | None = None
         self._world: World | None = None
         self._runtime: JobRuntime | None = None
+        self._start_plan: Plan | None = None
         self._trained: TemporaryDirectory[str] | None = None
 
     # Where this process stands
@@ -168,7 +173,7 @@ class NereusStrategy(ParallelStrategy):
                 "Set the plan's micro_batches instead",
             )
         module.check(trainer)
-        self._choose_plan(module, trainer)
+        self._start_plan = self._choose_plan(module, trainer)
         if self._trained is None:
             self._trained = TemporaryDirectory(prefix="nereus-trained-")
 
@@ -179,14 +184,39 @@ class NereusStrategy(ParallelStrategy):
         return JobSpec.of(shapes, parameter_bytes=size, optimizer_bytes=2 * size)
 
     def _choose_plan(self, module: RLModule, trainer: Trainer) -> Plan:
-        workload, model_stages = module.workload(trainer), self.job_spec(module).model_stages
-        plan = self.first_plan
-        if plan is None:
-            dp = max(d for d in range(1, self.world_size + 1) if workload.minibatch_rows % d == 0)
-            plan = Plan.uniform(model_stages, StagePlan(Layout(), dp, tuple(range(dp))))
-        check_plan(plan, {m: module.sources[m.role].shard_map() for m in model_stages}, self.world_size)
-        module.check_plan(plan, workload)
-        return plan
+        job, workload = self.job_spec(module), module.workload(trainer)
+        shard_maps = {m: module.sources[m.role].shard_map() for m in job.model_stages}
+        if self.first_plan is not None:
+            check_plan(self.first_plan, shard_maps, self.world_size)
+            module.check_plan(self.first_plan, workload)
+        adaptation = self._adaptation(trainer)
+        adaptation.prepare(job, self._describe_cluster(), shard_maps, workload)
+        return self.first_plan or adaptation.initial_plan()
+
+    def _describe_cluster(self) -> Cluster:
+        cluster = self.cluster or describe_cpu(self.world_size, self.dtype)
+        if cluster.devices != self.world_size:
+            raise ConfigurationError(
+                "cluster",
+                f"has {cluster.devices} devices, the Trainer has {self.world_size}",
+                "Give both the same number",
+            )
+        return cluster
+
+    @staticmethod
+    def _adaptation(trainer: Trainer) -> AdaptationCallback:
+        """The Trainer's AdaptationCallback; one with the defaults joins it where there is none.
+
+        Raises:
+            ConfigurationError: if there are several.
+        """
+        found = [callback for callback in _callbacks(trainer) if isinstance(callback, AdaptationCallback)]
+        if len(found) > 1:
+            raise ConfigurationError("callbacks", f"has {len(found)} AdaptationCallbacks", "Give one")
+        if not found:
+            found = [AdaptationCallback()]
+            _callbacks(trainer).insert(0, found[0])
+        return found[0]
 
     # Lightning's set-up
 
@@ -207,8 +237,8 @@ class NereusStrategy(ParallelStrategy):
             m: unit_collection(m, module.sources[m.role], self.global_rank, communicators, self.dtype)
             for m in job.model_stages
         }
-        plan = self._choose_plan(module, trainer)
-        self._runtime = JobRuntime(job, plan, collections, self.global_rank, self.world_size, communicators)
+        assert self._start_plan is not None
+        self._runtime = JobRuntime(job, self._start_plan, collections, self.global_rank, self.world_size, communicators)
         self._runtime.materialise()
         module.bind(self._runtime)
         super().setup(trainer)

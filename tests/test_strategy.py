@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ def assert_equal(directory: Path, reference: dict[str, Tensor], tolerance: float
         assert torch.allclose(tensor, reference[name], atol=tolerance, rtol=tolerance), name
 
 
+def learned(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """All but what says how long it took and on what."""
+    return {name: float(value) for name, value in metrics.items() if not name.startswith("nereus/")}
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Three steps of each algorithm on one device, without a process group."""
@@ -139,9 +145,7 @@ def test_every_plan_gives_one_result(tmp_path: Path, alone: Any, algorithm: str,
     reference, metrics = alone[algorithm]
     assert_equal(tmp_path, reference)
     assert trainer.global_step == 3
-    assert {k: float(v) for k, v in trainer.callback_metrics.items()} == pytest.approx(
-        {k: float(v) for k, v in metrics.items()}, rel=1e-8, abs=1e-9
-    )
+    assert learned(trainer.callback_metrics) == pytest.approx(learned(metrics), rel=1e-8, abs=1e-9)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -185,7 +189,7 @@ def test_resume_under_another_plan(tmp_path: Path, alone: Any):
 
 def test_a_checkpoint_has_lightnings_name_and_counters(tmp_path: Path):
     fit(tmp_path, "grpo", None, steps=2, devices=2)
-    assert {p.name for p in tmp_path.iterdir()} == {"epoch=0-step=2.ckpt", "last.ckpt"}
+    assert {p.name for p in tmp_path.glob("*.ckpt")} == {"epoch=0-step=2.ckpt", "last.ckpt"}
 
 
 def test_fit_twice_goes_on(tmp_path: Path):

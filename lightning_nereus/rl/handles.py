@@ -116,8 +116,10 @@ class TrainedHandle(ModelHandle):
         total = len(rows["input_ids"])
         mine = collection.rows(total)
         values: dict[str, float] | None = None
-        if collection.unit is not None:
-            assert collection.binding is not None
+        assert collection.binding is not None
+        if collection.unit is None:
+            collection.binding.optimizer.step()  # changes nothing here; learning-rate schedules ask for it
+        else:
             with self.runtime.clock.measure(self.scoring):
                 local = {k: v[mine.start : mine.stop] if isinstance(v, Tensor) else v for k, v in rows.items()}
                 stats = collection.executor.forward_backward(
