@@ -131,6 +131,20 @@ def test_what_fits_nowhere_stays_and_says_why():
     assert "fit" in decisions[0].reason
 
 
+def test_a_transition_that_moves_nothing_teaches_nothing_about_those_that_do():
+    made = controller(PPO)
+    a = Plan.uniform(PPO.model_stages, StagePlan(Layout(2, 1), 4, ALL))
+    b = Plan.uniform(PPO.model_stages, StagePlan(Layout(1, 2), 4, ALL))
+    none = Plan.uniform(PPO.model_stages, StagePlan(Layout(2, 1), 4, ALL, 4))
+    before = made.transition(a, b)[1].seconds
+    trigger = Trigger(1, (Signal.MEMORY,), "grown", True)
+    for _ in range(3):
+        proposal = Proposal(none, 1.0, made.transition(a, none)[1].seconds, 0.0, "")
+        made.observe_transition(Decision(trigger, Outcome.URGENT, a, None, 1.0, proposal), 0.03)
+    assert made.transition(a, none)[1].seconds == pytest.approx(0.03, rel=0.1)
+    assert made.transition(a, b)[1].seconds == pytest.approx(before + 0.02, rel=0.1)
+
+
 def test_policies():
     lengths = [256.0] * 4 + [2048.0] * 12
     assert run(controller(PPO, policy="static"), lengths)[0] == []
