@@ -29,4 +29,4 @@ format: venv
 	$(BIN)/ruff format .
 
 demo: venv
-	OMP_NUM_THREADS=1 $(BIN)/python examples/relay.py
+	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py

@@ -53,6 +53,7 @@ class AdaptationCallback(Callback):
         thresholds: relative drifts that trigger a replan.
         every: steps between replans of ``every_k``.
         fallbacks: targets besides the best that are considered.
+        headroom: share of a device's memory that plans and transitions may fill.
         inventory: which devices each step may use, as a :class:`PoolTrace`; all of them when None.
         observers: are told of every step and decision on rank 0; a :class:`RunRecorder` when None.
 
@@ -68,10 +69,11 @@ class AdaptationCallback(Callback):
         *,
         every: int = 10,
         fallbacks: int = 3,
+        headroom: float = 0.9,
         inventory: Inventory | None = None,
         observers: Sequence[RunObserver] | None = None,
     ) -> None:
-        self.options = ControllerOptions(policy, gamma, thresholds or Thresholds(), every, fallbacks)
+        self.options = ControllerOptions(policy, gamma, thresholds or Thresholds(), every, fallbacks, headroom)
         self.observers: tuple[RunObserver, ...] = (RunRecorder(),) if observers is None else tuple(observers)
         self._inventory = inventory
         self._controller: Controller | None = None

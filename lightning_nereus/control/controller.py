@@ -52,7 +52,8 @@ class ControllerOptions:
     """How to decide.
 
     ``gamma`` is the share of the horizon within which a transition pays back (paper Eq. 2), ``every`` the
-    steps between replans of ``every_k``, ``fallbacks`` the number of targets besides the best that are considered.
+    steps between replans of ``every_k``, ``fallbacks`` the number of targets besides the best that are considered,
+    ``headroom`` the share of a device's memory that plans and transitions may fill.
     """
 
     policy: Policy | str = Policy.NEREUS
@@ -60,6 +61,7 @@ class ControllerOptions:
     thresholds: Thresholds = field(default_factory=Thresholds)
     every: int = 10
     fallbacks: int = 3
+    headroom: float = 0.9
 
     def __post_init__(self) -> None:
         if self.policy not in list(Policy):
@@ -92,7 +94,7 @@ class Controller:
         calibration: Calibration | None = None,
     ) -> None:
         self.options = options or ControllerOptions()
-        self.cost_model = CostModel(job, cluster, calibration)
+        self.cost_model = CostModel(job, cluster, calibration, self.options.headroom)
         self.planner = Planner(self.cost_model)
         self.monitor = Monitor(self.options.thresholds)
         # What peak rates say, so that learning does not hide the drift that it learns.
@@ -101,7 +103,8 @@ class Controller:
         self._moved_bytes = {
             m: float(job.parameter_bytes + (job.optimizer_bytes if job.is_trained(m) else 0)) for m in job.model_stages
         }
-        self._memory = MemoryBound(cluster.device.memory_bytes, shard_bytes(self._shard_maps, self._moved_bytes))
+        bytes_of = shard_bytes(self._shard_maps, self._moved_bytes)
+        self._memory = MemoryBound(cluster.device.memory_bytes, bytes_of, self.options.headroom)
         self._first_workload = workload
         self._lengths: list[tuple[float, ...]] = []
         self._prompt_length = workload.prompt_length

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -117,36 +117,43 @@ def decision_line(record: DecisionRecord) -> str:
     return text
 
 
-def summary(run: Run) -> RenderableType:
-    """Every transition with its predicted and measured figures, and every target that was turned down."""
-    done = Table(title=f"{len(run.transitions)} transitions", title_justify="left", header_style="bold")
-    for name in ("step", "why", "from -> to", "primitives", "moved", "predicted s", "measured s"):
-        done.add_column(name)
-    for record in run.transitions:
-        decision, transition = record.decision, record.transition
-        assert decision.target is not None
-        assert transition is not None
-        done.add_row(
-            str(decision.trigger.step),
-            f"[{COLOURS[decision.outcome]}]{decision.outcome}[/]: {escape(decision.trigger.reason)}",
-            "\n".join(f"{m} {text}" for m, text in changes(decision.current, decision.target.plan)),
-            "\n".join(f"{count} {kind}" for kind, count in sorted(transition.primitives.items())),
-            size_text(transition.moved_bytes),
-            f"{decision.target.transition_seconds:.3f}",
-            f"{transition.seconds:.3f}",
-        )
-    left = Table(title=f"{len(run.rejections)} rejections", title_justify="left", header_style="bold")
-    for name in ("step", "why replanned", "best target", "why not"):
-        left.add_column(name)
-    for record in run.rejections:
-        decision, best = record.decision, record.decision.rejected[0]
-        left.add_row(
-            str(decision.trigger.step),
-            escape(decision.trigger.reason),
-            "\n".join(f"{m} {text}" for m, text in changes(decision.current, best.plan)),
-            escape(best.verdict),
-        )
-    return Group(done, left)
+def summary(run: Run) -> str:
+    """Every transition with its predicted and measured figures, and every target that was turned down; rich markup."""
+    blocks = [_transition_text(record) for record in run.transitions]
+    blocks += [_rejection_text(record) for record in run.rejections]
+    kept = len(run.decisions) - len(blocks)
+    count = (
+        f"{len(run.transitions)} transitions, {len(run.rejections)} rejections, {kept} replans without a faster plan"
+    )
+    return "\n".join([*blocks, f"[bold]{count}[/]"])
+
+
+def _transition_text(record: DecisionRecord) -> str:
+    decision, transition = record.decision, record.transition
+    assert decision.target is not None
+    assert transition is not None
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(transition.primitives.items())) or "no primitive"
+    figures = (
+        f"{kinds}; moved {size_text(transition.moved_bytes)}; "
+        f"predicted {decision.target.transition_seconds:.3f} s, measured {transition.seconds:.3f} s"
+    )
+    return _block(record, decision.target.plan, decision.target.verdict, figures)
+
+
+def _rejection_text(record: DecisionRecord) -> str:
+    best, *others = record.decision.rejected
+    lines = [f"and {len(others)} slower ones"] if others else []
+    return _block(record, best.plan, best.verdict, *lines)
+
+
+def _block(record: DecisionRecord, target: Plan, *lines: str) -> str:
+    decision = record.decision
+    head = (
+        f"After step {decision.trigger.step}, [{COLOURS[decision.outcome]}]{decision.outcome}[/]: "
+        f"{escape(decision.trigger.reason)}"
+    )
+    changed = [f"{m!s:<20} {text}" for m, text in changes(decision.current, target)]
+    return "\n".join([head, *(f"    {escape(line)}" for line in (*changed, *lines))])
 
 
 def _line(record: StepRecord) -> str:
