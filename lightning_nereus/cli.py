@@ -32,13 +32,15 @@ def train(config: DictConfig) -> None:
     quiet()
     try:
         run_job(config, Path(about.runtime.output_dir))
-    except NereusError as error:
-        which = ", ".join(about.overrides.task) or "no overrides"
+    except Exception as error:
         if about.mode is RunMode.MULTIRUN:
             # The sweep goes on with the other jobs and ends with this one's error.
+            which = ", ".join(about.overrides.task) or "no overrides"
             print(f"nereus: job {about.job.num} ({which}) failed: {error}", file=sys.stderr)
             raise
-        sys.exit(f"nereus: {error}")
+        if isinstance(error, NereusError):
+            sys.exit(f"nereus: {error}")
+        raise
 
 
 def run_job(config: DictConfig, directory: Path) -> None:
@@ -59,6 +61,7 @@ def show(directory: Path) -> None:
 def quiet() -> None:
     """Leave the terminal to the run: no advertisements and no warnings about what is so by design."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning_nereus").setLevel(logging.WARNING)  # the live table shows every decision
     warnings.filterwarnings("ignore", module=r"(lightning|torch)\b")
 
 

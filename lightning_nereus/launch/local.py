@@ -35,8 +35,8 @@ from lightning_nereus.runtime.world import WorkerContext
 # A killed rank breaks its peers' connections within milliseconds, so that their errors may reach the parent
 # before the kernel reports the death; who died is looked up this long before an error is believed.
 DEATH_SECONDS = 0.5
-# What a rank that is told to go may take before it is killed.
-TERMINATION_SECONDS = 1.0
+# What a rank that is done may take to exit before it is killed.
+EXIT_SECONDS = 30.0
 _HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 
@@ -217,12 +217,12 @@ class LocalLauncher(_Launcher):
         return PeerLostError(f"rank {worker.rank} (process {worker.pid}) {how}; the other ranks were stopped")
 
     def _stop(self) -> None:
-        """Leave no process: those that are done exit by themselves, others are told to and then killed."""
-        done = all(w.message is not None and "error" not in w.message for w in self._workers)
-        end = time.monotonic() + (30 if done else 0)
-        self._reap(end)
-        self.kill(signal.SIGTERM) if not done else None
-        self._reap(time.monotonic() + TERMINATION_SECONDS)
+        """Leave no process: those that are done exit by themselves, others are killed.
+
+        No SIGTERM first: Lightning answers it with a broadcast, in the middle of whatever its peers exchange.
+        """
+        if all(w.message is not None and "error" not in w.message for w in self._workers):
+            self._reap(time.monotonic() + EXIT_SECONDS)
         self.kill(signal.SIGKILL)
         for worker in self._workers:
             if worker.status is None:
