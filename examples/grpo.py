@@ -1,7 +1,7 @@
 """GRPO with a reward of your own, on the configurations of conf/.
 
-    python examples/grpo.py cluster=cpu8 trainer.max_steps=20
-    python examples/grpo.py -m policy=nereus,static
+python examples/grpo.py cluster=cpu8 trainer.max_steps=20
+python examples/grpo.py -m policy=nereus,static
 """
 
 from __future__ import annotations

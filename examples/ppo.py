@@ -1,7 +1,7 @@
 """PPO with all five model-stages (actor, critic, reward and reference models), each laid over 8 ranks by the planner.
 
-    python examples/ppo.py experiment=ppo_five
-    python examples/ppo.py experiment=ppo_five model.config.num_hidden_layers=8 trainer.max_steps=30
+python examples/ppo.py experiment=ppo_five
+python examples/ppo.py experiment=ppo_five model.config.num_hidden_layers=8 trainer.max_steps=30
 """
 
 from __future__ import annotations

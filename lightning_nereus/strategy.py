@@ -205,18 +205,13 @@ class NereusStrategy(ParallelStrategy):
 
     @staticmethod
     def _adaptation(trainer: Trainer) -> AdaptationCallback:
-        """The Trainer's AdaptationCallback; one with the defaults joins it where there is none.
-
-        Raises:
-            ConfigurationError: if there are several.
-        """
-        found = [callback for callback in _callbacks(trainer) if isinstance(callback, AdaptationCallback)]
-        if len(found) > 1:
-            raise ConfigurationError("callbacks", f"has {len(found)} AdaptationCallbacks", "Give one")
-        if not found:
-            found = [AdaptationCallback()]
-            _callbacks(trainer).insert(0, found[0])
-        return found[0]
+        """The Trainer's AdaptationCallback (it takes no two); one with the defaults joins it where there is none."""
+        for callback in _callbacks(trainer):
+            if isinstance(callback, AdaptationCallback):
+                return callback
+        supplied = AdaptationCallback()
+        _callbacks(trainer).insert(0, supplied)
+        return supplied
 
     # Lightning's set-up
 

@@ -73,6 +73,8 @@ class ControllerOptions:
             raise ConfigurationError("every", f"{self.every} is too few", "Use at least 1")
         if self.fallbacks < 0:
             raise ConfigurationError("fallbacks", f"{self.fallbacks} is negative", "Use 0 or more")
+        if not 0 < self.headroom <= 1:
+            raise ConfigurationError("headroom", f"{self.headroom} is no share", "Use a share above 0, at most 1")
 
 
 class Controller:

@@ -192,6 +192,7 @@ def test_state_is_json_and_goes_on_where_it_was():
         ({"gamma": 0.0}, "gamma"),
         ({"every": 0}, "every"),
         ({"fallbacks": -1}, "fallbacks"),
+        ({"headroom": 1.5}, "headroom"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], words: str):
