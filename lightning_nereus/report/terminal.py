@@ -119,8 +119,12 @@ def decision_line(record: DecisionRecord) -> str:
 
 def summary(run: Run) -> str:
     """Every transition with its predicted and measured figures, and every target that was turned down; rich markup."""
-    blocks = [_transition_text(record) for record in run.transitions]
-    blocks += [_rejection_text(record) for record in run.rejections]
+    blocks = []
+    for record in run.decisions:
+        if record.transition is not None:
+            blocks.append(_transition_text(record))
+        elif record.decision.rejected:
+            blocks.append(_rejection_text(record))
     kept = len(run.decisions) - len(blocks)
     count = (
         f"{len(run.transitions)} transitions, {len(run.rejections)} rejections, {kept} replans without a faster plan"
