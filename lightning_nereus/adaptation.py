@@ -108,17 +108,19 @@ class AdaptationCallback(Callback):
     # The corridor
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = _strategy(trainer)
-        self.controller.start(self._pool(trainer.global_step))
+        strategy, step = _strategy(trainer), trainer.global_step
         directory = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast, so that every rank asks
+        decision: Decision | None = None
         if trainer.is_global_zero:
-            self._predicted = self.controller.predict(strategy.plan).step_seconds
             cluster = self.controller.cost_model.cluster
             head = RunHead(str(self.options.policy), cluster.devices, cluster.device.memory_bytes, strategy.plan)
             for observer in self.observers:
                 observer.started(head, directory)
+            decision = self.controller.start(self._pool(step), strategy.plan, step)
+        self._settle(decision, trainer)
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        _strategy(trainer).runtime.clock.drain()  # what validation took is no part of a step
         self._step_start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -130,15 +132,7 @@ class AdaptationCallback(Callback):
         decision: Decision | None = None
         if trainer.is_global_zero and not 0 <= trainer.max_steps <= step:  # after the last step nothing pays
             decision = self.controller.step(telemetry, strategy.plan)
-        decision = strategy.broadcast(decision)
-        transition = self._carry_out(decision, strategy) if decision is not None and decision.target else None
-        if not trainer.is_global_zero:
-            return
-        self._predicted = self.controller.predict(strategy.plan).step_seconds
-        if decision is not None:
-            log.info("step %d: %s: %s: %s", step, decision.outcome, decision.trigger.reason, decision.reason)
-            for observer in self.observers:
-                observer.decided(DecisionRecord(decision, transition))
+        self._settle(decision, trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end(trainer)
@@ -188,6 +182,20 @@ class AdaptationCallback(Callback):
             {m: s for m, s in zip(runtime.plan, stages, strict=True) if s > 0},
             whole,
         )
+
+    def _settle(self, decision: Decision | None, trainer: Trainer) -> None:
+        """Tell every rank what rank 0 decided, carry it out, and put it on record."""
+        strategy = _strategy(trainer)
+        decision = strategy.broadcast(decision)
+        transition = self._carry_out(decision, strategy) if decision is not None and decision.target else None
+        if not trainer.is_global_zero:
+            return
+        self._predicted = self.controller.predict(strategy.plan).step_seconds
+        if decision is not None:
+            trigger = decision.trigger
+            log.info("step %d: %s: %s: %s", trigger.step, decision.outcome, trigger.reason, decision.reason)
+            for observer in self.observers:
+                observer.decided(DecisionRecord(decision, transition))
 
     def _carry_out(self, decision: Decision, strategy: NereusStrategy) -> TransitionRecord:
         assert decision.target is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_nereus.control.admission import admit
 from lightning_nereus.control.decisions import Decision, Outcome, Proposal
-from lightning_nereus.control.monitor import SMOOTHING_STEPS, Monitor, StepTelemetry, Thresholds, Trigger
+from lightning_nereus.control.monitor import SMOOTHING_STEPS, Monitor, Signal, StepTelemetry, Thresholds, Trigger
 from lightning_nereus.control.planner import Candidate, Planner
 from lightning_nereus.cost import Calibration, CostModel, PlanEstimate
 from lightning_nereus.errors import ConfigurationError, InfeasiblePlanError
@@ -124,9 +124,19 @@ class Controller:
             return self._first_workload
         return self._workload([length for step in self._lengths for length in step])
 
-    def start(self, pool: Sequence[int]) -> None:
-        """The pool before the first step, so that a change during it is seen."""
+    def start(self, pool: Sequence[int], plan: Plan, step: int = 0) -> Decision | None:
+        """Before the first step, of a run or of its resumption: the decision if ``plan`` uses devices outside the pool.
+
+        Raises:
+            InfeasiblePlanError: if no other plan can take its place.
+        """
         self.monitor.start(tuple(pool))
+        lost = sorted(plan.devices - set(pool))
+        if not lost:
+            return None
+        return self._decide(
+            Trigger(step, (Signal.POOL,), f"the plan uses {lost}, which are not in the pool", True), plan, pool
+        )
 
     def initial_plan(self, pool: Sequence[int]) -> Plan:
         """The plan to start with.
@@ -169,28 +179,13 @@ class Controller:
         seen = replace(telemetry, stage_seconds={}) if self._unsettled else telemetry
         self._unsettled = False
         trigger = self.monitor.observe(seen, plan, violation, peaks)
-        policy = self.options.policy
-        lost = sorted(plan.devices - set(telemetry.pool))
-        if policy is Policy.STATIC:
-            if lost:
-                raise InfeasiblePlanError(f"devices {lost} leave, and policy static keeps a plan that uses them")
-            return None
-        if policy is Policy.EVERY_K:
+        if self.options.policy is Policy.EVERY_K:
             due = telemetry.step % self.options.every == 0
             if due and trigger is None:
                 trigger = Trigger(telemetry.step, (), f"{self.options.every} steps have passed", False)
             elif trigger is not None and not (due or trigger.urgent):
                 trigger = None
-        if trigger is None:
-            return None
-        decision = self._replan(trigger, plan, telemetry.pool)
-        self.monitor.reset()
-        if not decision.admitted and lost:
-            raise InfeasiblePlanError(
-                f"devices {lost} leave, and no transition away from them is possible: {decision.reason}"
-            )
-        self._unsettled = decision.admitted
-        return decision
+        return None if trigger is None else self._decide(trigger, plan, telemetry.pool)
 
     def observe_transition(self, decision: Decision, measured_seconds: float) -> None:
         """Learn from an admitted transition how long transitions take here."""
@@ -230,6 +225,21 @@ class Controller:
         for model_stage, seconds in telemetry.stage_seconds.items():
             active = self.cost_model.active_devices(plan, model_stage)
             self.cost_model.observe_stage(model_stage, plan[model_stage], workload, active, seconds)
+
+    def _decide(self, trigger: Trigger, plan: Plan, pool: Sequence[int]) -> Decision | None:
+        lost = sorted(plan.devices - set(pool))
+        if self.options.policy is Policy.STATIC:
+            if lost:
+                raise InfeasiblePlanError(f"devices {lost} leave, and policy static keeps a plan that uses them")
+            return None
+        decision = self._replan(trigger, plan, pool)
+        self.monitor.reset()
+        if not decision.admitted and lost:
+            raise InfeasiblePlanError(
+                f"devices {lost} leave, and no transition away from them is possible: {decision.reason}"
+            )
+        self._unsettled = decision.admitted
+        return decision
 
     def _replan(self, trigger: Trigger, plan: Plan, pool: Sequence[int]) -> Decision:
         runs = plan.devices <= set(pool) and self.cost_model.fits(plan, self.workload)

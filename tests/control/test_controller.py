@@ -22,7 +22,6 @@ ALL = tuple(range(8))
 def controller(job: JobSpec = GRPO, *, memory_gib: float = 80.0, **options: Any) -> Controller:
     shard_maps = {m: shard_map_of(job.shape(m)) for m in job.model_stages}
     made = Controller(job, cluster(memory_gib=memory_gib), shard_maps, workload(), ControllerOptions(**options))
-    made.start(ALL)
     return made
 
 
@@ -42,6 +41,7 @@ class World:
 def run(made: Controller, lengths: list[float], pools: dict[int, tuple[int, ...]] | None = None, factor: float = 1.0):
     """Decisions over a run whose responses have these lengths."""
     world, plan, pool = World(made, factor), made.initial_plan(ALL), ALL
+    assert made.start(pool, plan) is None
     decisions: list[Decision] = []
     for step, length in enumerate(lengths, start=1):
         pool = (pools or {}).get(step, pool)
@@ -104,6 +104,19 @@ def test_lost_devices_are_left_at_once():
     assert decisions[0].trigger.step == 4
     assert decisions[0].current_seconds is None
     assert plan.devices <= {0, 1, 3, 4, 6, 7}
+
+
+def test_a_run_that_starts_outside_its_pool_leaves_at_once():
+    made = controller(PPO)
+    plan = Plan.uniform(PPO.model_stages, StagePlan(Layout(2, 1), 4, ALL, 4))
+    decision = made.start((0, 1, 2, 3), plan, 7)
+    assert decision is not None
+    assert decision.outcome is Outcome.URGENT
+    assert decision.trigger.step == 7
+    assert decision.target is not None
+    assert decision.target.plan.devices <= {0, 1, 2, 3}
+    with pytest.raises(InfeasiblePlanError, match="policy static"):
+        controller(PPO, policy="static").start((0, 1), plan)
 
 
 def test_devices_that_come_are_used_if_that_pays():
