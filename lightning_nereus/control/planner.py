@@ -8,19 +8,15 @@ model-stages of a device share its memory.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 
 from lightning_nereus.control.options import Option, OptionSpace
-from lightning_nereus.cost import CostModel, LinkType, PlanEstimate
-from lightning_nereus.cost.model import Task, makespan
+from lightning_nereus.control.search import TIE, Found, StageChoices, best
+from lightning_nereus.cost import CostModel, PlanEstimate
 from lightning_nereus.errors import InfeasiblePlanError
-from lightning_nereus.job import ACTOR_GENERATION, ACTOR_TRAINING, Layout, ModelStage, Plan, Stage, StagePlan, Workload
-
-# Predictions that differ by less are the same: sums in another order differ by 1e-16.
-TIE = 1e-9
+from lightning_nereus.job import Layout, ModelStage, Plan, Stage, StagePlan, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +25,6 @@ class Candidate:
 
     plan: Plan
     estimate: PlanEstimate
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """One option for each model-stage of one stage."""
-
-    options: tuple[Option, ...]
-    scoring: tuple[Task, ...]
-    main: tuple[Task, ...]
-    seconds: float
-    scoring_seconds: float
-    moved: float
 
 
 class Planner:
@@ -85,49 +69,39 @@ class Planner:
 
     def _search(
         self, space: OptionSpace, options: Mapping[ModelStage, Sequence[Option]], k: int, *, by_memory: bool
-    ) -> list[_Found]:
+    ) -> list[Found]:
         """The best of all, then the best that keep stages of the current plan, then the next best of all."""
         frontier = {m: space.frontier(each, by_memory=by_memory) for m, each in options.items()}
         stages = [stage for stage in Stage if self.cost_model.job.in_stage(stage)]
-        choices = {stage: list(self._choices(stage, frontier)) for stage in Stage}
+        choices = {stage: self._choices(stage, frontier, space.pool) for stage in Stage}
         limit = self.cost_model.memory_limit if by_memory else None
-        best = _best(choices, k, limit, self.cost_model)
-        kept: list[_Found] = []
+        fastest = best(choices, k, limit, self.cost_model, space.pool)
+        kept: list[Found] = []
         current = space.current
         if current is not None:
-            same = {
-                stage: [c for c in choices[stage] if all(o.stage_plan == current[o.model_stage] for o in c.options)]
-                for stage in stages
-            }
+            as_now = {m: [o for o in each if o.stage_plan == current[m]] for m, each in frontier.items()}
+            same = {stage: self._choices(stage, as_now, space.pool) for stage in stages}
             for count in range(1, len(stages)):
                 for keep in combinations(stages, count):
                     restricted = {s: same[s] if s in keep else choices[s] for s in Stage}
-                    kept += _best(restricted, 1, limit, self.cost_model)
-        ranked = (*best[:1], *sorted(kept, key=lambda entry: entry[:2]), *best[1:])
-        distinct: dict[tuple[StagePlan, ...], _Found] = {}
+                    kept += best(restricted, 1, limit, self.cost_model, space.pool)
+        ranked = (*fastest[:1], *sorted(kept, key=lambda entry: entry[:2]), *fastest[1:])
+        distinct: dict[tuple[StagePlan, ...], Found] = {}
         for entry in ranked:
             distinct.setdefault(tuple(option.stage_plan for option in entry[2]), entry)
         return list(distinct.values())
 
-    def _choices(self, stage: Stage, frontier: Mapping[ModelStage, Sequence[Option]]) -> Iterator[_Choice]:
-        model, members = self.cost_model, self.cost_model.job.in_stage(stage)
-        for options in product(*(frontier[m] for m in members)):
-            scoring: list[Task] = []
-            main: list[Task] = []
-            for option in options:
-                beside = [o.devices for o in options if o.devices.isdisjoint(option.devices)]
-                slowdown = model.slowdown(option.nodes, len(option.devices.union(*beside)))
-                scoring.append((option.devices, option.work.scoring.total(slowdown)))
-                main.append((option.devices, option.work.main.total(slowdown)))
-            moved = sum(o.moved for o in options)
-            yield _Choice(options, tuple(scoring), tuple(main), makespan(main), makespan(scoring), moved)
+    def _choices(
+        self, stage: Stage, options: Mapping[ModelStage, Sequence[Option]], pool: Sequence[int]
+    ) -> StageChoices:
+        return StageChoices([options[m] for m in self.cost_model.job.in_stage(stage)], self.cost_model, pool)
 
     def _fit(self, options: Sequence[Option]) -> bool:
         return _fits(options, self.cost_model.memory_limit)
 
     def _ranked(
         self,
-        found: Sequence[_Found],
+        found: Sequence[Found],
         workload: Workload,
         k: int,
         transition_seconds: Callable[[Plan], float] | None,
@@ -166,10 +140,6 @@ class Planner:
         return f"no plan on {devices} devices fits in memory; the leanest of each model-stage together: {reason}"
 
 
-# (step seconds, rounded so that ties are equal; elements moved; the options of all model-stages)
-_Found = tuple[float, float, tuple[Option, ...]]
-
-
 def _fullest(model: CostModel, plan: Plan, workload: Workload) -> float:
     return max(memory.total for memory in model.memory(plan, workload).values())
 
@@ -183,55 +153,3 @@ def _fits(options: Sequence[Option], limit: float) -> bool:
             resident[device] = resident.get(device, 0.0) + memory.resident
             transient[device] = max(transient.get(device, 0.0), memory.transient)
     return all(resident[d] + transient[d] <= limit for d in resident)
-
-
-def _best(choices: Mapping[Stage, Sequence[_Choice]], k: int, limit: float | None, model: CostModel) -> list[_Found]:
-    """The ``k`` best combinations of choices, exactly: a combination is left out only where a lower bound of its
-    seconds is above the k-th best; partial ones also where they overfill a device already."""
-    generations = sorted(choices[Stage.GENERATION], key=lambda c: c.seconds + _synchronisation(c, LinkType.INTRA))
-    inferences = sorted(choices[Stage.INFERENCE], key=lambda c: (c.seconds, c.moved))
-    if not (generations and inferences and choices[Stage.TRAINING]):
-        return []
-    least_generation = generations[0].seconds + _synchronisation(generations[0], LinkType.INTRA)
-    least_inference = inferences[0].seconds
-    trainings = sorted(choices[Stage.TRAINING], key=lambda c: c.seconds + max(c.scoring_seconds, least_inference))
-    found: list[_Found] = []
-
-    def beyond(seconds: float) -> bool:
-        return len(found) == k and seconds > found[-1][0] * (1 + TIE)
-
-    for training in trainings:
-        if beyond(training.seconds + max(training.scoring_seconds, least_inference) + least_generation):
-            break
-        if limit is not None and not _fits(training.options, limit):
-            continue
-        for inference in inferences:
-            if beyond(training.seconds + max(training.scoring_seconds, inference.seconds) + least_generation):
-                break
-            scored = training.seconds + makespan((*inference.main, *training.scoring))
-            if beyond(scored + least_generation):
-                continue
-            both = (*inference.options, *training.options)
-            if limit is not None and not _fits(both, limit):
-                continue
-            for generation in generations:
-                if beyond(scored + generation.seconds + _synchronisation(generation, LinkType.INTRA)):
-                    break
-                options = (*generation.options, *both)
-                seconds = scored + generation.seconds + _synchronisation(generation, _link(options, model))
-                if beyond(seconds) or (limit is not None and not _fits(options, limit)):
-                    continue
-                moved = generation.moved + inference.moved + training.moved
-                bisect.insort(found, (float(f"{seconds:.10g}"), moved, options), key=lambda entry: entry[:2])
-                del found[k:]
-    return found
-
-
-def _synchronisation(generation: _Choice, link: LinkType) -> float:
-    return sum(o.synchronisation.get(link, 0.0) for o in generation.options)
-
-
-def _link(options: Sequence[Option], model: CostModel) -> LinkType:
-    """The link between the actor's training and generation devices."""
-    actor = [o.devices for o in options if o.model_stage in (ACTOR_GENERATION, ACTOR_TRAINING)]
-    return LinkType.INTER if model.cluster.spans_nodes(tuple(frozenset().union(*actor))) else LinkType.INTRA

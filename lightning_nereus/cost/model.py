@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_nereus.cost.calibration import Calibration
 from lightning_nereus.cost.latency import Links, Rates, StageSeconds, links_of, stage_seconds
@@ -79,11 +81,15 @@ class CostModel:
 
         They are on ``nodes`` nodes, or on as many as they need if that is more.
         """
+        return float(self.slowdowns(np.array(float(nodes)), np.array(float(active_devices))))
+
+    def slowdowns(self, nodes: NDArray[np.float64], active_devices: NDArray[np.float64]) -> NDArray[np.float64]:
+        """:meth:`slowdown` of many at a time."""
         slots = self.cluster.compute_slots
         if not slots:
-            return 1.0
-        nodes = max(nodes, math.ceil(active_devices / self.cluster.devices_per_node))
-        return max(1.0, active_devices / (slots * nodes))
+            return np.ones(np.broadcast_shapes(nodes.shape, active_devices.shape))
+        nodes = np.maximum(nodes, np.ceil(active_devices / self.cluster.devices_per_node))
+        return np.maximum(1.0, active_devices / (slots * nodes))
 
     def work(self, model_stage: ModelStage, stage_plan: StagePlan, workload: Workload) -> StageSeconds:
         """Both turns of a model-stage, computation at full rate and with the model-stage's learned factor."""
