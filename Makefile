@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not chaos and not peers"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: venv
 	$(BIN)/ruff check .

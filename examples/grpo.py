@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_nereus.cli import quiet, run_job
+from lightning_nereus.configuration import config_directory
 
 
 def digits(prompts: Sequence[str], responses: Sequence[str], meta: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -22,7 +23,7 @@ def digits(prompts: Sequence[str], responses: Sequence[str], meta: Sequence[Mapp
     return [sum(character.isdigit() for character in response[:40]) / 40 for response in responses]
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=config_directory(), config_name="config")
 def main(config: DictConfig) -> None:
     quiet()
     config.data.reward = "__main__:digits"

@@ -14,12 +14,12 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig
 
 from lightning_nereus.cli import quiet, show
-from lightning_nereus.configuration import build
+from lightning_nereus.configuration import build, config_directory
 from lightning_nereus.report.record import RunRecorder
 from lightning_nereus.report.terminal import LiveTable
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=config_directory(), config_name="config")
 def main(config: DictConfig) -> None:
     quiet()
     directory = Path(HydraConfig.get().runtime.output_dir)

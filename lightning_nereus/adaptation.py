@@ -6,7 +6,6 @@ transition from it and carries out its own part.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_nereus.control.controller import Controller, ControllerOptions, Policy
 from lightning_nereus.control.decisions import Decision
 from lightning_nereus.control.monitor import StepTelemetry, Thresholds
-from lightning_nereus.errors import ConfigurationError
+from lightning_nereus.errors import ConfigurationError, InfeasiblePlanError
 from lightning_nereus.job import Cluster, JobSpec, ModelStage, Plan, Workload
 from lightning_nereus.report.record import (
     DecisionRecord,
@@ -35,11 +35,9 @@ from lightning_nereus.transition import ShardMap
 if TYPE_CHECKING:
     from lightning_nereus.strategy import NereusStrategy
 
-log = logging.getLogger(__name__)
-
 
 class Inventory(Protocol):
-    """Says which devices an RL step may use."""
+    """Says which devices an RL step may use: numbers below the Trainer's ``devices``, at least one."""
 
     def devices_at(self, step: int) -> tuple[int, ...]: ...
 
@@ -54,7 +52,8 @@ class AdaptationCallback(Callback):
         every: steps between replans of ``every_k``.
         fallbacks: targets besides the best that are considered.
         headroom: share of a device's memory that plans and transitions may fill.
-        inventory: which devices each step may use, as a :class:`PoolTrace`; all of them when None.
+        inventory: which devices each step may use, as a :class:`PoolTrace` or your own :class:`Inventory`; all of
+            them when None.
         observers: are told of every step and decision on rank 0; a :class:`RunRecorder` when None.
 
     Raises:
@@ -75,7 +74,12 @@ class AdaptationCallback(Callback):
     ) -> None:
         self.options = ControllerOptions(policy, gamma, thresholds or Thresholds(), every, fallbacks, headroom)
         self.observers: tuple[RunObserver, ...] = (RunRecorder(),) if observers is None else tuple(observers)
-        self._inventory = inventory
+        if inventory is not None and not callable(getattr(inventory, "devices_at", None)):
+            raise ConfigurationError(
+                "inventory", f"{inventory!r} has no devices_at(step)", "Give a PoolTrace, or write that method"
+            )
+        self.inventory = inventory
+        self._pool: tuple[int, ...] = ()
         self._controller: Controller | None = None
         self._state: dict[str, Any] | None = None
         self._step_start = 0.0
@@ -91,19 +95,21 @@ class AdaptationCallback(Callback):
         self, job: JobSpec, cluster: Cluster, shard_maps: Mapping[ModelStage, ShardMap], workload: Workload
     ) -> None:
         """Called by the strategy before any process starts."""
-        if self._inventory is None:
-            self._inventory = PoolTrace.constant(range(cluster.devices))
         self._controller = Controller(job, cluster, shard_maps, workload, self.options)
+        if isinstance(self.inventory, PoolTrace):
+            for step, _ in self.inventory.changes:
+                self._devices_at(step)
         if self._state is not None:
             self._controller.load_state_dict(self._state)
 
-    def initial_plan(self, step: int = 0) -> Plan:
-        """The fastest plan that fits the pool of a step.
+    def initial_plan(self) -> Plan:
+        """The fastest plan that fits the pool before the first step.
 
         Raises:
+            ConfigurationError: if the inventory names no device of the job, or others.
             InfeasiblePlanError: if none fits.
         """
-        return self.controller.initial_plan(self._pool(step))
+        return self.controller.initial_plan(self._devices_at(0))
 
     # The corridor
 
@@ -113,10 +119,12 @@ class AdaptationCallback(Callback):
         decision: Decision | None = None
         if trainer.is_global_zero:
             cluster = self.controller.cost_model.cluster
-            head = RunHead(str(self.options.policy), cluster.devices, cluster.device.memory_bytes, strategy.plan)
+            policy, memory = str(self.options.policy), cluster.device.memory_bytes
+            head = RunHead(policy, cluster.devices, memory, strategy.plan, step)
             for observer in self.observers:
                 observer.started(head, directory)
-            decision = self.controller.start(self._pool(step), strategy.plan, step)
+            self._pool = self._devices_at(step)
+            decision = self.controller.start(self._pool, strategy.plan, step)
         self._settle(decision, trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -129,6 +137,7 @@ class AdaptationCallback(Callback):
         pl_module.log_dict(_metrics(telemetry, strategy.plan))
         if trainer.is_global_zero:
             self._show_step(trainer, telemetry, strategy.plan)
+        self._pool = telemetry.pool
         decision: Decision | None = None
         if trainer.is_global_zero and not 0 <= trainer.max_steps <= step:  # after the last step nothing pays
             decision = self.controller.step(telemetry, strategy.plan)
@@ -153,14 +162,15 @@ class AdaptationCallback(Callback):
 
     # Parts
 
-    def _pool(self, step: int) -> tuple[int, ...]:
-        assert self._inventory is not None
+    def _devices_at(self, step: int) -> tuple[int, ...]:
         devices = self.controller.cost_model.cluster.devices
-        pool = self._inventory.devices_at(step)
-        if not pool or not set(pool) <= set(range(devices)):
+        if self.inventory is None:
+            return tuple(range(devices))
+        pool = self.inventory.devices_at(step)
+        if not isinstance(pool, tuple) or not pool or not set(pool) <= set(range(devices)):
             raise ConfigurationError(
                 "inventory",
-                f"gives {list(pool)} for step {step}",
+                f"gives {pool} for step {step}",
                 f"Name at least one of the job's devices 0-{devices - 1}",
             )
         return pool
@@ -176,7 +186,7 @@ class AdaptationCallback(Callback):
         lengths = tuple(float(length) for length in pl_module.lengths)
         return StepTelemetry(
             trainer.global_step,
-            self._pool(trainer.global_step),
+            self._devices_at(trainer.global_step),
             lengths,
             pl_module.workload(trainer).prompt_length,
             {m: s for m, s in zip(runtime.plan, stages, strict=True) if s > 0},
@@ -188,12 +198,18 @@ class AdaptationCallback(Callback):
         strategy = _strategy(trainer)
         decision = strategy.broadcast(decision)
         transition = self._carry_out(decision, strategy) if decision is not None and decision.target else None
-        if not trainer.is_global_zero:
-            return
+        if trainer.is_global_zero:
+            self._show_decision(decision, transition, strategy)
+        if decision is not None and decision.stranded and not decision.admitted:
+            raise InfeasiblePlanError(f"{decision.trigger.reason}, and it cannot be left: {decision.reason}")
+
+    def _show_decision(
+        self, decision: Decision | None, transition: TransitionRecord | None, strategy: NereusStrategy
+    ) -> None:
         self._predicted = self.controller.predict(strategy.plan).step_seconds
         if decision is not None:
             trigger = decision.trigger
-            log.info("step %d: %s: %s: %s", trigger.step, decision.outcome, trigger.reason, decision.reason)
+            rank_zero_info(f"After step {trigger.step}, {decision.outcome}: {trigger.reason}; {decision.reason}")
             for observer in self.observers:
                 observer.decided(DecisionRecord(decision, transition))
 
@@ -212,7 +228,7 @@ class AdaptationCallback(Callback):
             float(trainer.callback_metrics.get("reward", float("nan"))),
             sum(telemetry.lengths) / len(telemetry.lengths),
             sum(telemetry.lengths) / telemetry.step_seconds,
-            self._pool(telemetry.step - 1),
+            self._pool,
             plan,
             {str(m): s for m, s in telemetry.stage_seconds.items()},
         )

@@ -21,8 +21,11 @@ from rich.console import Console
 from lightning_nereus.configuration import build, config_directory
 from lightning_nereus.errors import ConfigurationError, NereusError
 from lightning_nereus.report.picture import draw
-from lightning_nereus.report.record import RunRecorder, read_run
+from lightning_nereus.report.record import FILE_NAME, RunRecorder, read_run
 from lightning_nereus.report.terminal import LiveTable, summary
+
+# What shells say of a command that Ctrl-C ended.
+INTERRUPTED = 130
 
 
 @hydra.main(version_base="1.3", config_path=config_directory(), config_name="config")
@@ -45,8 +48,19 @@ def train(config: DictConfig) -> None:
 
 def run_job(config: DictConfig, directory: Path) -> None:
     """Train, then show what happened and draw it."""
-    build(config, directory, (RunRecorder(), LiveTable())).fit()
-    show(directory)
+    job = build(config, directory, (RunRecorder(), LiveTable()))
+    try:
+        job.fit()
+    except SystemExit:
+        if job.trainer.interrupted:
+            print(f"nereus: interrupted; what ran is in {directory}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        raise
+    finally:
+        if sys.stdout.isatty():
+            Console().show_cursor()  # a rank that was killed while it drew has left it hidden
+    if (directory / FILE_NAME).exists():
+        show(directory)
 
 
 def show(directory: Path) -> None:
@@ -61,7 +75,6 @@ def show(directory: Path) -> None:
 def quiet() -> None:
     """Leave the terminal to the run: no advertisements and no warnings about what is so by design."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning_nereus").setLevel(logging.WARNING)  # the live table shows every decision
     warnings.filterwarnings("ignore", module=r"(lightning|torch)\b")
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
 from lightning_nereus.adaptation import AdaptationCallback, Inventory
 from lightning_nereus.control.monitor import Thresholds
@@ -198,6 +199,8 @@ def _trainer(settings: NereusConfig, directory: Path, observers: Sequence[RunObs
     if precision not in DTYPES:
         raise ConfigurationError("trainer.precision", f"{precision!r} is unknown", f"Use one of {', '.join(DTYPES)}")
     cluster, policy = settings.cluster, settings.policy
+    if cluster.memory_mib is not None and not cluster.memory_mib > 0:
+        raise ConfigurationError("cluster.memory_mib", f"{cluster.memory_mib} is none", "Use MiB above 0, or null")
     memory = None if cluster.memory_mib is None else cluster.memory_mib * 2**20
     thresholds = Thresholds(policy.thresholds.length, policy.thresholds.compute, policy.thresholds.communication)
     adaptation = AdaptationCallback(
@@ -211,7 +214,10 @@ def _trainer(settings: NereusConfig, directory: Path, observers: Sequence[RunObs
         observers=observers,
     )
     strategy = NereusStrategy(_plan(settings.stages.plan), describe_cpu(cluster.devices, DTYPES[precision], memory))
-    return Trainer(strategy=strategy, devices=cluster.devices, callbacks=[adaptation], **options)
+    try:
+        return Trainer(strategy=strategy, devices=cluster.devices, callbacks=[adaptation], **options)
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        raise ConfigurationError("trainer", f"does not take these settings ({error})", "Mend them") from error
 
 
 def _plan(plan: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -239,7 +245,12 @@ def _tokenizer(model: ModelConfig) -> Tokenizer:
     name = model.tokenizer or model.pretrained
     if name is None:
         raise ConfigurationError("model.tokenizer", "is missing", "Name one, or give model.pretrained")
-    return AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            "model.tokenizer", f"{name} cannot be read ({error})", "Name one on the hub, or a directory"
+        ) from error
 
 
 def _model(model: ModelConfig, tokenizer: Tokenizer, field_name: str) -> Any:
@@ -247,8 +258,12 @@ def _model(model: ModelConfig, tokenizer: Tokenizer, field_name: str) -> Any:
         return model.pretrained
     try:
         return AutoConfig.for_model(model.type, **{"vocab_size": tokenizer.vocab_size, **model.config})
-    except (ValueError, KeyError) as error:
-        raise ConfigurationError(field_name, f"cannot be made ({error})", "Mend its type or config") from error
+    except Exception as error:  # each kind of model checks its settings in its own way
+        if model.type not in CONFIG_MAPPING:
+            raise ConfigurationError(
+                f"{field_name}.type", f"{model.type!r} is unknown", "Use one of transformers'"
+            ) from error
+        raise ConfigurationError(f"{field_name}.config", f"is refused ({error})", "Mend it") from error
 
 
 def _module(settings: NereusConfig, tokenizer: Tokenizer) -> RLModule:
@@ -256,23 +271,36 @@ def _module(settings: NereusConfig, tokenizer: Tokenizer) -> RLModule:
     kind = ALGORITHMS[algorithm.name]
     arguments = {"seed": settings.seed, **algorithm.arguments}
     unknown = set(arguments) - set(inspect.signature(kind.__init__).parameters)
+    unknown |= set(arguments) & {"self", "actor", "reward", "tokenizer"}  # given elsewhere
     if unknown:
         raise ConfigurationError(
-            f"algorithm.arguments.{sorted(unknown)[0]}", f"is no argument of {kind.__name__}", "Remove it"
+            f"algorithm.arguments.{sorted(unknown)[0]}",
+            f"is no argument of {kind.__name__} that is free here",
+            "Remove it",
         )
     actor = _model(settings.model, tokenizer, "model")
     if (settings.data.reward is None) == (settings.reward_model is None):
         raise ConfigurationError("data.reward", "and reward_model must not both be given or missing", "Give one")
     if settings.reward_model is not None:
+        if settings.reward_model.tokenizer not in (None, settings.model.tokenizer):
+            raise ConfigurationError("reward_model.tokenizer", "differs from the actor's", "Use one tokenizer for both")
         reward = _model(settings.reward_model, tokenizer, "reward_model")
     else:
         reward = _function(cast(str, settings.data.reward))
-    return cast(Any, kind)(actor, reward, tokenizer=tokenizer, **arguments)
+    try:
+        return cast(Any, kind)(actor, reward, tokenizer=tokenizer, **arguments)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError("algorithm.arguments", f"are refused ({error})", "Mend them") from error
 
 
 def _function(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
-        return getattr(import_module(module), attribute)
+        function = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError("data.reward", f"{name!r} is not found ({error})", "Write module:function") from error
+    if not callable(function):
+        raise ConfigurationError("data.reward", f"{name!r} is no function", "Write module:function")
+    return function

@@ -9,6 +9,7 @@ live in units, not in ``module.parameters()``; optimizers follow them through ev
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -68,10 +69,12 @@ class NereusStrategy(ParallelStrategy):
         self.first_plan = plan if plan is None or isinstance(plan, Plan) else Plan.from_dict(plan)
         self.cluster = cluster
         self.timeout = timeout
+        self.num_nodes = 1  # Lightning writes the Trainer's setting here
         self._context: WorkerContext | None = None
         self._world: World | None = None
         self._runtime: JobRuntime | None = None
         self._start_plan: Plan | None = None
+        self._trained_module: RLModule | None = None
         self._trained: TemporaryDirectory[str] | None = None
 
     # Where this process stands
@@ -150,7 +153,7 @@ class NereusStrategy(ParallelStrategy):
         assert self.parallel_devices is not None
         if any(device.type != "cpu" for device in self.parallel_devices):
             raise ConfigurationError("accelerator", "only CPU ranks are supported so far", 'Use accelerator="cpu"')
-        if trainer.num_nodes != 1:
+        if self.num_nodes != 1:
             raise ConfigurationError("num_nodes", "more than one is not supported so far", "Use num_nodes=1")
         if self.cluster_environment is not None and self.cluster_environment.creates_processes_externally:
             raise ConfigurationError(
@@ -172,10 +175,16 @@ class NereusStrategy(ParallelStrategy):
                 "an RL step is already one whole batch",
                 "Set the plan's micro_batches instead",
             )
+        if trainer.gradient_clip_val:
+            raise ConfigurationError(
+                "gradient_clip_val", "is Lightning's, for one optimizer", "Set the module's max_grad_norm instead"
+            )
         module.check(trainer)
+        _hush()
         self._start_plan = self._choose_plan(module, trainer)
-        if self._trained is None:
-            self._trained = TemporaryDirectory(prefix="nereus-trained-")
+        if self._trained is None or self._trained_module is not module:
+            # What one module learned is none of another's business.
+            self._trained, self._trained_module = TemporaryDirectory(prefix="nereus-trained-"), module
 
     def job_spec(self, module: RLModule) -> JobSpec:
         """The models of a module, with the bytes that they take at this precision under Adam."""
@@ -390,6 +399,21 @@ class NereusStrategy(ParallelStrategy):
         if self._world is not None:
             self._world.close()
             self._world = None
+
+
+# Warnings that are true of other strategies, and what they would have a user look for in vain.
+_UNTRUE = (
+    r"Total length of `list` across ranks is zero",  # no prompts are held out for validation
+    r"The dirpath has changed from",  # the Trainer of the parent hears of the ranks' checkpoints
+    r"torch\.distributed is disabled, unavailable or uninitialized",  # one device needs no process group
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch, once a rank
+    r"Using ModelCheckpoint with manual optimization",  # checkpoints are made at the end of an RL step
+)
+
+
+def _hush() -> None:
+    for message in _UNTRUE:
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

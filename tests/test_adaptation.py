@@ -128,7 +128,7 @@ def test_memory_that_will_not_do_is_mended_before_the_step_that_would_fail(tmp_p
     plan = uniform(GRPO, dp=4)
     train(tmp_path, adaptation(inventory=None), steps=3, plan=plan, memory=350 * 2**10)
     first = read_run(tmp_path).decisions[0]
-    assert first.decision.trigger.step == 1
+    assert first.decision.trigger.step == 0, "an untrained model may answer as long as it may"
     assert Signal.MEMORY in first.decision.trigger.signals
     assert first.decision.outcome is Outcome.URGENT
 
@@ -143,7 +143,7 @@ def test_other_policies_run_and_keep_the_result(tmp_path: Path, static: Path, po
 
 
 def test_static_does_not_leave_devices_that_go(tmp_path: Path):
-    with pytest.raises(InfeasiblePlanError, match=r"devices \[1, 2\] leave, and policy static"):
+    with pytest.raises(InfeasiblePlanError, match=r"the plan uses \[1, 2\], .* policy static"):
         train(tmp_path, adaptation("static"), plan=uniform(GRPO, tp=2, dp=2))
     assert len(read_run(tmp_path).steps) == 2, "what ran before is on record"
 

@@ -57,7 +57,7 @@ def test_a_sweep_runs_every_job_in_a_directory_of_its_own_and_names_the_one_that
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("train", "policy.gamma=0"), "nereus: gamma: 0.0 admits nothing"),
+        (("train", "policy.gamma=2"), "nereus: gamma: 2.0 is no share"),
         (("train", "polcy=static"), "Could not override 'polcy'"),
         (("report", "nowhere"), "nereus: run: nowhere cannot be read"),
         (("dance",), "invalid choice: 'dance'"),

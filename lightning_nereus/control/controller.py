@@ -8,7 +8,7 @@ in a simulator and in a notebook.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_nereus.control.monitor import SMOOTHING_STEPS, Monitor, Signal, S
 from lightning_nereus.control.planner import Candidate, Planner
 from lightning_nereus.cost import Calibration, CostModel, PlanEstimate
 from lightning_nereus.errors import ConfigurationError, InfeasiblePlanError
-from lightning_nereus.job import Cluster, JobSpec, LengthStats, ModelStage, Plan, Workload
+from lightning_nereus.job import Cluster, JobSpec, Layout, LengthStats, ModelStage, Plan, Workload
 from lightning_nereus.transition import (
     MemoryBound,
     ShardMap,
@@ -67,8 +67,8 @@ class ControllerOptions:
         if self.policy not in list(Policy):
             raise ConfigurationError("policy", f"{self.policy!r} is unknown", f"Use one of {', '.join(Policy)}")
         object.__setattr__(self, "policy", Policy(self.policy))
-        if not self.gamma > 0:
-            raise ConfigurationError("gamma", f"{self.gamma} admits nothing", "Use a share above 0, such as 0.5")
+        if not 0 <= self.gamma <= 1:
+            raise ConfigurationError("gamma", f"{self.gamma} is no share", "Use 0 (urgent transitions only) to 1")
         if self.every < 1:
             raise ConfigurationError("every", f"{self.every} is too few", "Use at least 1")
         if self.fallbacks < 0:
@@ -83,7 +83,6 @@ class Controller:
     Args:
         shard_maps: of every model-stage, for what a transition moves.
         workload: of a step before any response was seen.
-        calibration: what earlier runs learned; it is updated in place.
     """
 
     def __init__(
@@ -93,10 +92,9 @@ class Controller:
         shard_maps: Mapping[ModelStage, ShardMap],
         workload: Workload,
         options: ControllerOptions | None = None,
-        calibration: Calibration | None = None,
     ) -> None:
         self.options = options or ControllerOptions()
-        self.cost_model = CostModel(job, cluster, calibration, self.options.headroom)
+        self.cost_model = CostModel(job, cluster, headroom=self.options.headroom)
         self.planner = Planner(self.cost_model)
         self.monitor = Monitor(self.options.thresholds)
         # What peak rates say, so that learning does not hide the drift that it learns.
@@ -125,18 +123,18 @@ class Controller:
         return self._workload([length for step in self._lengths for length in step])
 
     def start(self, pool: Sequence[int], plan: Plan, step: int = 0) -> Decision | None:
-        """Before the first step, of a run or of its resumption: the decision if ``plan`` uses devices outside the pool.
-
-        Raises:
-            InfeasiblePlanError: if no other plan can take its place.
-        """
+        """Before the first step, of a run or of its resumption: the decision if ``plan`` cannot run, or if the run
+        resumes, under a plan that was chosen without what it had learned."""
         self.monitor.start(tuple(pool))
-        lost = sorted(plan.devices - set(pool))
-        if not lost:
+        reasons: dict[Signal, str] = {}
+        if lost := sorted(plan.devices - set(pool)):
+            reasons[Signal.POOL] = f"the plan uses {lost}, which are not in the pool"
+        if violation := self.cost_model.memory_violation(plan, self.workload):
+            reasons[Signal.MEMORY] = f"the plan does not fit in memory: {violation}"
+        if not reasons and step == 0:
             return None
-        return self._decide(
-            Trigger(step, (Signal.POOL,), f"the plan uses {lost}, which are not in the pool", True), plan, pool
-        )
+        text = "; ".join(reasons.values()) or "the run resumes"
+        return self._decide(Trigger(step, tuple(reasons), text, bool(reasons)), plan, pool)
 
     def initial_plan(self, pool: Sequence[int]) -> Plan:
         """The plan to start with.
@@ -168,23 +166,18 @@ class Controller:
         }
 
     def step(self, telemetry: StepTelemetry, plan: Plan) -> Decision | None:
-        """Take one RL step in; the decision if there was reason to replan, else None.
-
-        Raises:
-            InfeasiblePlanError: if ``plan`` uses devices that leave and no other plan can take its place.
-        """
+        """Take one RL step in; the decision if there was reason to replan, else None."""
         self._learn(telemetry, plan)
         violation = self.cost_model.memory_violation(plan, self.workload)
-        peaks = self._peaks.estimate(plan, self.workload).stage_seconds
+        peaks = self._peaks.estimate(plan, self._workload(telemetry.lengths)).stage_seconds
         seen = replace(telemetry, stage_seconds={}) if self._unsettled else telemetry
         self._unsettled = False
         trigger = self.monitor.observe(seen, plan, violation, peaks)
-        if self.options.policy is Policy.EVERY_K:
-            due = telemetry.step % self.options.every == 0
-            if due and trigger is None:
-                trigger = Trigger(telemetry.step, (), f"{self.options.every} steps have passed", False)
-            elif trigger is not None and not (due or trigger.urgent):
-                trigger = None
+        if trigger is not None and not self._heeds(trigger, telemetry.pool, plan):
+            self.monitor.reset()  # else the same drift would count as another crossing at every step
+            trigger = None
+        if self.options.policy is Policy.EVERY_K and trigger is None and telemetry.step % self.options.every == 0:
+            trigger = Trigger(telemetry.step, (), f"{self.options.every} steps have passed", False)
         return None if trigger is None else self._decide(trigger, plan, telemetry.pool)
 
     def observe_transition(self, decision: Decision, measured_seconds: float) -> None:
@@ -226,18 +219,26 @@ class Controller:
             active = self.cost_model.active_devices(plan, model_stage)
             self.cost_model.observe_stage(model_stage, plan[model_stage], workload, active, seconds)
 
+    def _heeds(self, trigger: Trigger, pool: Sequence[int], plan: Plan) -> bool:
+        match self.options.policy:
+            case Policy.STATIC:
+                return not plan.devices <= set(pool)
+            case Policy.EVERY_K:
+                return trigger.urgent
+            case _:
+                return True
+
     def _decide(self, trigger: Trigger, plan: Plan, pool: Sequence[int]) -> Decision | None:
-        lost = sorted(plan.devices - set(pool))
+        stranded = not plan.devices <= set(pool)
         if self.options.policy is Policy.STATIC:
-            if lost:
-                raise InfeasiblePlanError(f"devices {lost} leave, and policy static keeps a plan that uses them")
-            return None
-        decision = self._replan(trigger, plan, pool)
+            if not stranded:
+                return None
+            note = "policy static changes no plan"
+            return Decision(trigger, Outcome.INFEASIBLE, plan, None, 1.0, note=note, stranded=True)
+        decision = replace(self._replan(trigger, plan, pool), stranded=stranded)
         self.monitor.reset()
-        if not decision.admitted and lost:
-            raise InfeasiblePlanError(
-                f"devices {lost} leave, and no transition away from them is possible: {decision.reason}"
-            )
+        if decision.admitted:
+            self.monitor.forget_efficiencies()
         self._unsettled = decision.admitted
         return decision
 
@@ -253,24 +254,36 @@ class Controller:
             except InfeasiblePlanError:
                 return math.inf
 
-        try:
-            candidates = self.planner.plan(self.workload, pool, plan, 1 + self.options.fallbacks, seconds_to)
-        except InfeasiblePlanError as error:
-            # The plan in force, which the planner finds where it runs, does not fit either.
-            return replace(decision, outcome=Outcome.REJECTED, note=str(error))
         rejected: list[Proposal] = []
-        for candidate in candidates:
-            if candidate.plan == plan:
+        note = ""
+        for layouts in self._layouts(decision):
+            try:
+                found = self.planner.plan(self.workload, pool, plan, 1 + self.options.fallbacks, seconds_to, layouts)
+            except InfeasiblePlanError as error:
+                note = note or str(error)
                 continue
-            outcome, proposal = self._judge(candidate, decision)
-            if outcome is Outcome.KEPT:
-                break  # this one and all that follow are slower than the plan in force
-            if outcome is Outcome.REJECTED:
-                rejected.append(proposal)
-                continue
-            return replace(decision, outcome=outcome, target=proposal, rejected=tuple(rejected))
-        outcome = Outcome.REJECTED if rejected else Outcome.KEPT
-        return replace(decision, outcome=outcome, rejected=tuple(rejected))
+            for candidate in found:
+                if candidate.plan == plan:
+                    continue
+                outcome, proposal = self._judge(candidate, decision)
+                if outcome is Outcome.KEPT:
+                    break  # this one and all that follow are slower than the plan in force
+                if outcome is Outcome.REJECTED:
+                    rejected.append(proposal)
+                    continue
+                return replace(decision, outcome=outcome, target=proposal, rejected=tuple(rejected))
+        if now is None:
+            outcome, note = Outcome.INFEASIBLE, note or "no target can be reached"
+        else:
+            outcome = Outcome.REJECTED if rejected else Outcome.KEPT
+        return replace(decision, outcome=outcome, rejected=tuple(rejected), note=note or decision.note)
+
+    @staticmethod
+    def _layouts(decision: Decision) -> Iterator[dict[ModelStage, Layout] | None]:
+        """All layouts; then, for a plan that cannot run on, those in force, which need no Split to reach."""
+        yield None
+        if decision.current_seconds is None:
+            yield {model_stage: stage_plan.layout for model_stage, stage_plan in decision.current.items()}
 
     def _judge(self, candidate: Candidate, decision: Decision) -> tuple[Outcome, Proposal]:
         step_seconds = candidate.estimate.step_seconds

@@ -18,6 +18,7 @@ class Outcome(StrEnum):
     OPPORTUNISTIC = "opportunistic"  # admitted, because it pays back
     REJECTED = "rejected"  # a faster plan exists and does not pay back, or cannot be reached
     KEPT = "kept"  # no plan is faster
+    INFEASIBLE = "infeasible"  # the plan in force cannot run on, and nothing can take its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Decision:
     """One replan: why, from which plan, to which target, and what was turned down on the way.
 
     ``target`` is the admitted proposal; None where the plan in force stays. ``current_seconds`` is None where
-    the plan in force cannot run. ``horizon`` is H in steps; ``note`` says why there is no target to speak of.
+    the plan in force cannot run. ``horizon`` is H in steps; ``note`` says why there is no target to speak of;
+    ``stranded`` that the plan in force uses devices that leave.
     """
 
     trigger: Trigger
@@ -63,6 +65,7 @@ class Decision:
     target: Proposal | None = None
     rejected: tuple[Proposal, ...] = ()
     note: str = "no plan is predicted to be faster"
+    stranded: bool = False
 
     @property
     def admitted(self) -> bool:
@@ -86,6 +89,7 @@ class Decision:
             "target": self.target.to_dict() if self.target else None,
             "rejected": [proposal.to_dict() for proposal in self.rejected],
             "note": self.note,
+            "stranded": self.stranded,
         }
 
     @classmethod
@@ -100,4 +104,5 @@ class Decision:
             Proposal.from_dict(data["target"]) if data["target"] else None,
             tuple(Proposal.from_dict(proposal) for proposal in data["rejected"]),
             data["note"],
+            data["stranded"],
         )

@@ -45,7 +45,8 @@ class StepTelemetry:
     """What one RL step showed.
 
     ``pool`` are the devices of the next step; ``lengths`` the response lengths in tokens, one a row;
-    ``stage_seconds`` each model-stage's own work, the slowest replica's; empty where nothing was measured.
+    ``stage_seconds`` of each model-stage on its slowest rank, waiting for the ranks of its own unit included; empty
+    where nothing was measured.
     """
 
     step: int
@@ -178,11 +179,14 @@ class Monitor:
         return Trigger(telemetry.step, tuple(reasons), "; ".join(reasons.values()), urgent)
 
     def reset(self) -> None:
-        """Make the signals as they are now their references: after every replan, admitted or not (paper §4.1).
-
-        Efficiencies belong to a plan: theirs are taken anew from the steps to come.
-        """
+        """Make the signals as they are now their references: after every replan, admitted or not (paper §4.1)."""
         self._length.reference = self._length.value
+        for drift in (self._compute, self._communication):
+            if drift.reference is not None:
+                drift.reference = drift.value
+
+    def forget_efficiencies(self) -> None:
+        """After a change of plan: efficiencies belong to one, and are taken anew from the steps to come."""
         self._compute, self._communication = _Drift(), _Drift()
 
     def horizon(self, signals: Iterable[Signal]) -> float:
@@ -249,7 +253,7 @@ class Monitor:
     def _cross(self, signal: Signal, step: int) -> None:
         last = self._last_crossing.get(signal)
         self._last_crossing[signal] = step
-        if last is None:
+        if last is None or last >= step:  # the latter of another run
             return
         old = self._interval.get(signal)
         new = float(step - last)

@@ -119,15 +119,15 @@ class OptionSpace:
         return self.workload.minibatch_rows if model_stage.stage is Stage.TRAINING else self.workload.rows
 
     def _degrees(self, model_stage: ModelStage) -> Iterator[tuple[Layout, int]]:
-        shape, rows = self.cost_model.job.shape(model_stage), self._rows(model_stage)
+        shape, batches = self.cost_model.job.shape(model_stage), self.workload.batches(model_stage.stage)
         tensor = [t for t in _powers(self.cost_model.cluster.devices_per_node) if shape.heads % t == 0]
         for tp in tensor:
             for pp in _powers(shape.layers):
                 layout = Layout(tp, pp)
                 if self.layouts is not None and layout != self.layouts[model_stage]:
                     continue
-                for dp in range(1, min(rows, len(self.pool) // layout.size) + 1):
-                    if rows % dp == 0:
+                for dp in range(1, len(self.pool) // layout.size + 1):
+                    if all(rows % dp == 0 for rows in batches):
                         yield layout, dp
 
     def _possible(self, model_stage: ModelStage, stage_plan: StagePlan) -> bool:

@@ -42,9 +42,9 @@ class Planner:
         transition_seconds: Callable[[Plan], float] | None = None,
         layouts: Mapping[ModelStage, Layout] | None = None,
     ) -> list[Candidate]:
-        """The best plan and up to ``k - 1`` others, by predicted step seconds.
+        """The ``k`` best plans besides the one in force (and it, where it is among them), by predicted step seconds.
 
-        The others are first those that leave the model-stages of one or two stages as they are, which is what
+        After the best come first those that leave the model-stages of one or two stages as they are, which is what
         makes a transition cheap, then the next best. Among equals, the one that is cheaper to reach.
 
         Args:
@@ -65,7 +65,7 @@ class Planner:
             found = [entry for entry in found if self._fit(entry[2])]
         if not found:
             raise InfeasiblePlanError(self._why(space, options, workload))
-        return self._ranked(found, workload, k, transition_seconds)
+        return self._ranked(found, workload, k, current, transition_seconds)
 
     def _search(
         self, space: OptionSpace, options: Mapping[ModelStage, Sequence[Option]], k: int, *, by_memory: bool
@@ -75,7 +75,7 @@ class Planner:
         stages = [stage for stage in Stage if self.cost_model.job.in_stage(stage)]
         choices = {stage: self._choices(stage, frontier, space.pool) for stage in Stage}
         limit = self.cost_model.memory_limit if by_memory else None
-        fastest = best(choices, k, limit, self.cost_model, space.pool)
+        fastest = best(choices, k + 1, limit, self.cost_model, space.pool)
         kept: list[Found] = []
         current = space.current
         if current is not None:
@@ -104,12 +104,17 @@ class Planner:
         found: Sequence[Found],
         workload: Workload,
         k: int,
+        current: Plan | None,
         transition_seconds: Callable[[Plan], float] | None,
     ) -> list[Candidate]:
         candidates = []
-        for _, moved, options in found[: max(k, 1)]:
+        for _, moved, options in found:
             plan = Plan(tuple((o.model_stage, o.stage_plan) for o in options))
+            if plan != current:
+                k -= 1  # the plan in force takes no place of the others
             candidates.append((Candidate(plan, self.cost_model.estimate(plan, workload)), moved))
+            if k <= 0:
+                break
         candidates.sort(key=lambda entry: entry[0].estimate.step_seconds)
         ranked: list[Candidate] = []
         while candidates:

@@ -184,7 +184,22 @@ class Plan(Mapping[ModelStage, StagePlan]):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Mapping[str, Any]]) -> Plan:
-        return cls(tuple((ModelStage.parse(k), StagePlan.from_dict(v)) for k, v in data.items()))
+        """Inverse of :meth:`to_dict`: ``{"actor.training": {"tp": 2, "dp": 4}, ...}``.
+
+        Raises:
+            ConfigurationError: naming the model-stage.
+        """
+        stages = []
+        for name, stage_plan in data.items():
+            model_stage = ModelStage.parse(name)
+            try:
+                stages.append((model_stage, StagePlan.from_dict(stage_plan)))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"plan {name} {error.field}", error.problem, error.mend) from error
+            except (TypeError, ValueError, AttributeError) as error:
+                mend = 'Write {"tp": 2, "pp": 1, "dp": 2, "devices": [0, 1, 2, 3]}'
+                raise ConfigurationError(f"plan {name}", f"is {stage_plan!r}", mend) from error
+        return cls(tuple(stages))
 
     def __str__(self) -> str:
         return ", ".join(f"{m} {p}" for m, p in self.stages)

@@ -59,7 +59,7 @@ class ModelStage:
             raise ConfigurationError(f"model-stage {text!r}", f"unknown role {role!r}", f"Use one of {', '.join(Role)}")
         if stage not in list(Stage):
             raise ConfigurationError(
-                f"model-stage {text!r}", f"unknown stage {stage!r}", f"Use one of {', '.join(Stage)}"
+                f"model-stage {text!r}", f"unknown stage {stage!r}", f"Write ROLE.STAGE with one of {', '.join(Stage)}"
             )
         return cls(Role(role), Stage(stage))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_nereus.errors import ConfigurationError
+from lightning_nereus.job.roles import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Workload:
 
     ``minibatches`` is the number of optimizer steps that one pass over the rows is cut into and
     ``epochs`` the number of passes; both are part of the update rule and never change with the plan.
+    ``validation_rows`` are those of one validation batch, 0 where the job validates nothing: they are sampled and
+    scored under the same plan.
     """
 
     rows: int
@@ -61,6 +64,7 @@ class Workload:
     max_response_length: int
     minibatches: int = 1
     epochs: int = 1
+    validation_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "max_response_length", "minibatches", "epochs"):
@@ -72,6 +76,12 @@ class Workload:
                 f"{self.minibatches} does not divide the {self.rows} rows of a step",
                 "Use a divisor",
             )
+
+    def batches(self, stage: Stage) -> tuple[int, ...]:
+        """Numbers of rows that a model-stage of ``stage`` is given at a time: what its DP degrees must divide."""
+        if stage is Stage.TRAINING:
+            return self.rows, self.minibatch_rows
+        return (self.rows, self.validation_rows) if self.validation_rows else (self.rows,)
 
     @property
     def minibatch_rows(self) -> int:

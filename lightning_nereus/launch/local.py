@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import io
 import os
 import pickle
 import select
@@ -142,10 +141,11 @@ class LocalLauncher(_Launcher):
             # A forked OpenMP pool has lost its threads and would wait for them.
             torch.set_num_threads(1)
             port = int.from_bytes(os.read(waiting, 4), "big")
-            message = self._run(WorkerContext(rank, self.num_processes, _HOST, port), trainer, function, args, kwargs)
+            context = WorkerContext(rank, self.num_processes, _HOST, port)
+            failed, message = self._run(context, trainer, function, args, kwargs)
             _write(writing, message)
             code = 0
-            if "error" in message:
+            if failed:
                 # Peers must not see this rank's connections break before the parent knows why.
                 time.sleep(60)
         finally:
@@ -155,15 +155,17 @@ class LocalLauncher(_Launcher):
 
     def _run(
         self, context: WorkerContext, trainer: Trainer | None, function: Callable, args: Any, kwargs: Any
-    ) -> dict[str, Any]:
+    ) -> tuple[bool, bytes]:
+        """Whether this rank failed, and what to tell the parent of it."""
         try:
             self._enter(context)
             result = function(*args, **kwargs)
             if context.rank != 0:
-                return {}
-            return {"result": result, "trainer": self._collect(trainer) if trainer is not None else None}
+                return False, pickle.dumps({})
+            ran = self._collect(trainer) if trainer is not None else None
+            return False, pickle.dumps({"result": result, "trainer": ran})
         except BaseException as error:
-            return {"error": _portable(error, context.rank)}
+            return True, pickle.dumps({"error": _portable(error, context.rank)})
 
     # The parent's side
 
@@ -272,9 +274,7 @@ def _is_connection(worker: _Worker) -> bool:
     return bool(worker.message and worker.message["error"]["connection"])
 
 
-def _write(pipe: int, message: dict[str, Any]) -> None:
-    buffer = io.BytesIO()
-    pickle.dump(message, buffer)
-    data = len(buffer.getvalue()).to_bytes(8, "big") + buffer.getvalue()
+def _write(pipe: int, message: bytes) -> None:
+    data = len(message).to_bytes(8, "big") + message
     while data:
         data = data[os.write(pipe, data) :]

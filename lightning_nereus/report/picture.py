@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Distinct for colour-blind readers (Okabe and Ito).
-BLUE, ORANGE, GREEN, RED, YELLOW, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#F0E442", "#BBBBBB"
+BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#BBBBBB"
 OUTCOME_COLOURS = {
     Outcome.URGENT: RED,
     Outcome.OPPORTUNISTIC: GREEN,
     Outcome.REJECTED: ORANGE,
     Outcome.KEPT: GREY,
+    Outcome.INFEASIBLE: "black",
 }
 _LAYOUT_COLOURS = ("#56B4E9", "#F0E442", "#009E73", "#CC79A7", "#E69F00", "#0072B2", "#D55E00", "#999999")
 
@@ -73,7 +74,8 @@ def _draw_learning(axes: Axes, steps: Sequence[int], records: Sequence[StepRecor
     right = axes.twinx()
     right.plot(steps, [record.reward for record in records], color=RED)
     right.set_ylabel("reward", color=RED)
-    right.set_ylim(bottom=0)
+    if all(record.reward >= 0 for record in records):
+        right.set_ylim(bottom=0)
 
 
 def _draw_devices(axes: Axes, steps: Sequence[int], records: Sequence[StepRecord]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from lightning_nereus.control.decisions import Decision
+from lightning_nereus.control.decisions import Decision, Outcome
 from lightning_nereus.errors import ConfigurationError
 from lightning_nereus.job import Plan
 
@@ -17,12 +17,13 @@ FILE_NAME = "nereus.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """What does not change during a run. ``memory_bytes`` of one device."""
+    """What a run starts with. ``memory_bytes`` of one device; ``step`` is above 0 where it resumes."""
 
     policy: str
     devices: int
     memory_bytes: float
     plan: Plan
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,10 @@ class RunRecorder:
 
     def started(self, head: RunHead, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / FILE_NAME).open("a", encoding="utf-8")
+        path = directory / FILE_NAME
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        self._file.write("\n" if torn else "")  # of a run that was killed while it wrote
         self._write("run", {**_fields(head), "plan": head.plan.to_dict()})
 
     def stepped(self, record: StepRecord) -> None:
@@ -113,6 +117,11 @@ class Run:
     steps: list[StepRecord] = field(default_factory=list)
     decisions: list[DecisionRecord] = field(default_factory=list)
 
+    def cut(self, step: int) -> None:
+        """Forget what came after ``step``, from which the run goes on."""
+        self.steps = [record for record in self.steps if record.step <= step]
+        self.decisions = [record for record in self.decisions if record.decision.trigger.step <= step]
+
     @property
     def transitions(self) -> list[DecisionRecord]:
         """The decisions that changed the plan."""
@@ -121,11 +130,13 @@ class Run:
     @property
     def rejections(self) -> list[DecisionRecord]:
         """The decisions that left a faster plan alone."""
-        return [record for record in self.decisions if record.decision.rejected and not record.decision.admitted]
+        return [record for record in self.decisions if record.decision.outcome is Outcome.REJECTED]
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run's directory or its ``nereus.jsonl``. Of a run that was resumed there, all parts.
+    """Read a run's directory or its ``nereus.jsonl``: the last run there, with the parts before it was resumed.
+
+    A line that a kill cut off is left out.
 
     Raises:
         ConfigurationError: naming the line that is no record.
@@ -140,10 +151,15 @@ def read_run(path: str | Path) -> Run:
     for number, line in enumerate(lines, start=1):
         try:
             data = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        try:
             kind = data.pop("kind")
             if kind == "run":
                 head = RunHead(**{**data, "plan": Plan.from_dict(data["plan"])})
-                run = run or Run(head)
+                if run is None or head.step == 0:
+                    run = Run(head)
+                run.cut(head.step)
                 continue
             assert run is not None
             if kind == "step":
@@ -152,10 +168,10 @@ def read_run(path: str | Path) -> Run:
             else:
                 transition = TransitionRecord(**data["transition"]) if data["transition"] else None
                 run.decisions.append(DecisionRecord(Decision.from_dict(data["decision"]), transition))
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise ConfigurationError(
                 "run", f"line {number} of {path} is no record ({error!r})", "Give a file that a run wrote"
             ) from error
     if run is None:
-        raise ConfigurationError("run", f"{path} is empty", "Give a run's directory")
+        raise ConfigurationError("run", f"{path} has no run", "Give a run's directory")
     return run

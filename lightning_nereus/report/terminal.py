@@ -22,6 +22,7 @@ COLOURS = {
     Outcome.OPPORTUNISTIC: "green",
     Outcome.REJECTED: "yellow",
     Outcome.KEPT: "dim",
+    Outcome.INFEASIBLE: "bold red",
 }
 
 
@@ -123,12 +124,17 @@ def summary(run: Run) -> str:
     for record in run.decisions:
         if record.transition is not None:
             blocks.append(_transition_text(record))
-        elif record.decision.rejected:
-            blocks.append(_rejection_text(record))
-    kept = len(run.decisions) - len(blocks)
-    count = (
-        f"{len(run.transitions)} transitions, {len(run.rejections)} rejections, {kept} replans without a faster plan"
-    )
+        elif record.decision.outcome is not Outcome.KEPT:
+            blocks.append(_refusal_text(record))
+    kept = sum(record.decision.outcome is Outcome.KEPT for record in run.decisions)
+    stuck = sum(record.decision.outcome is Outcome.INFEASIBLE for record in run.decisions)
+    counts = [
+        f"{len(run.transitions)} transitions",
+        f"{len(run.rejections)} rejections",
+        f"{kept} replans without a faster plan",
+        *([f"{stuck} without any plan"] if stuck else []),
+    ]
+    count = ", ".join(counts)
     return "\n".join([*blocks, f"[bold]{count}[/]"])
 
 
@@ -144,8 +150,11 @@ def _transition_text(record: DecisionRecord) -> str:
     return _block(record, decision.target.plan, decision.target.verdict, figures)
 
 
-def _rejection_text(record: DecisionRecord) -> str:
-    best, *others = record.decision.rejected
+def _refusal_text(record: DecisionRecord) -> str:
+    decision = record.decision
+    if not decision.rejected:
+        return _block(record, decision.current, decision.note)
+    best, *others = decision.rejected
     lines = [f"and {len(others)} slower ones"] if others else []
     return _block(record, best.plan, best.verdict, *lines)
 

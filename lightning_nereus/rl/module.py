@@ -83,6 +83,9 @@ class RLModule(LightningModule):
         for field, value in (("samples", samples), ("max_new_tokens", max_new_tokens), ("epochs", epochs)):
             if value < 1:
                 raise ConfigurationError(field, f"{value} is too few", "Use at least 1")
+        for role, rate in learning_rates.items():
+            if not 0 <= rate < float("inf"):
+                raise ConfigurationError(f"learning rate of {role}", f"{rate} is none", "Use a finite rate from 0")
         if not temperature > 0:
             raise ConfigurationError("temperature", f"{temperature} gives no gradient", "Use a temperature above 0")
         self._tokenizer = tokenizer
@@ -127,11 +130,13 @@ class RLModule(LightningModule):
         self.workload(trainer)
 
     def workload(self, trainer: Trainer) -> Workload:
-        """The work of one RL step before any response was seen: half of the limit."""
+        """The work of one RL step before any response was seen."""
         data = self._datamodule(trainer)
-        lengths = LengthStats.constant(max(1, self.max_new_tokens // 2))
+        # Evenly spread up to the limit: an untrained model may answer as long as it may, and a first plan must hold.
+        lengths = LengthStats.of(range(1, self.max_new_tokens + 1))
         rows = data.batch_size * self.samples
-        return Workload(rows, data.width, lengths, self.max_new_tokens, self.minibatches, self.epochs)
+        validation = data.batch_size if len(data.val_dataloader()) else 0
+        return Workload(rows, data.width, lengths, self.max_new_tokens, self.minibatches, self.epochs, validation)
 
     def check_plan(self, plan: Plan, workload: Workload) -> None:
         """Refuse a plan whose DP degrees or micro-batches do not divide the rows.
@@ -140,11 +145,9 @@ class RLModule(LightningModule):
             ConfigurationError: naming the model-stage and the degree.
         """
         for model_stage, stage_plan in plan.items():
-            training = model_stage.stage is Stage.TRAINING
-            rows = {workload.rows, workload.minibatch_rows} if training else {workload.rows}
-            micro_batches = stage_plan.micro_batches if training else 1
+            micro_batches = stage_plan.micro_batches if model_stage.stage is Stage.TRAINING else 1
             parts = stage_plan.dp * micro_batches
-            for total in rows:
+            for total in workload.batches(model_stage.stage):
                 if total % parts:
                     raise ConfigurationError(
                         f"plan {model_stage} dp",

@@ -93,11 +93,6 @@ class PoolTrace:
         index = bisect.bisect_right([first for first, _ in self.changes], step) - 1
         return self.changes[max(index, 0)][1]
 
-    @property
-    def devices(self) -> frozenset[int]:
-        """Every device that the trace ever names."""
-        return frozenset(d for _, pool in self.changes for d in pool)
-
 
 def _events(path: Path) -> Iterator[_Event]:
     """(seconds, action, node) of each line; names the first line that makes no sense."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from lightning_nereus.control.controller import Controller, ControllerOptions, P
 from lightning_nereus.control.decisions import Decision, Outcome, Proposal
 from lightning_nereus.control.monitor import Signal, StepTelemetry, Trigger
 from lightning_nereus.cost import Calibration, CostModel
-from lightning_nereus.errors import ConfigurationError, InfeasiblePlanError
-from lightning_nereus.job import JobSpec, Layout, Plan, StagePlan
+from lightning_nereus.errors import ConfigurationError
+from lightning_nereus.job import JobSpec, Layout, LengthStats, Plan, StagePlan
 from lightning_nereus.transition import shard_map_of
 from tests.cost.jobs import GRPO, PPO, cluster, workload
 
@@ -50,15 +51,15 @@ def run(made: Controller, lengths: list[float], pools: dict[int, tuple[int, ...]
             decisions.append(decision)
             if decision.target is not None:
                 plan = decision.target.plan
-    return decisions, plan
+    return decisions, plan, made
 
 
 def test_a_steady_run_is_left_alone():
-    assert run(controller(), [256.0] * 15) == ([], controller().initial_plan(ALL))
+    assert run(controller(), [256.0] * 15)[:2] == ([], controller().initial_plan(ALL))
 
 
 def test_growing_responses_are_looked_at_and_decisions_survive_json():
-    decisions, _ = run(controller(), [256.0 * 1.15**step for step in range(25)])
+    decisions, _, _ = run(controller(), [256.0 * 1.15**step for step in range(25)])
     assert decisions
     assert all(Signal.LENGTH in decision.trigger.signals for decision in decisions)
     for decision in decisions:
@@ -99,7 +100,7 @@ def test_a_target_that_does_not_pay_back_falls_back_or_is_rejected_with_figures(
 
 
 def test_lost_devices_are_left_at_once():
-    decisions, plan = run(controller(PPO), [256.0] * 6, {4: (0, 1, 3, 4, 6, 7)})
+    decisions, plan, _ = run(controller(PPO), [256.0] * 6, {4: (0, 1, 3, 4, 6, 7)})
     assert [d.outcome for d in decisions] == [Outcome.URGENT]
     assert decisions[0].trigger.step == 4
     assert decisions[0].current_seconds is None
@@ -115,12 +116,73 @@ def test_a_run_that_starts_outside_its_pool_leaves_at_once():
     assert decision.trigger.step == 7
     assert decision.target is not None
     assert decision.target.plan.devices <= {0, 1, 2, 3}
-    with pytest.raises(InfeasiblePlanError, match="policy static"):
-        controller(PPO, policy="static").start((0, 1), plan)
+    stranded = controller(PPO, policy="static").start((0, 1), plan)
+    assert stranded is not None
+    assert (stranded.outcome, stranded.stranded) == (Outcome.INFEASIBLE, True)
+
+
+def test_a_run_that_resumes_looks_at_its_plan_with_what_it_had_learned():
+    made = controller(GRPO, memory_gib=3.0)
+    made.load_state_dict(run(controller(GRPO, memory_gib=3.0), [4096.0] * 4)[2].state_dict())
+    plan = Plan.uniform(GRPO.model_stages, StagePlan(Layout(), 2, (0, 1)))
+    decision = made.start(ALL, plan, 4)
+    assert decision is not None
+    assert decision.outcome is Outcome.URGENT
+    assert "does not fit in memory" in decision.trigger.reason
+    fitting = decision.target.plan  # type: ignore[union-attr]
+    again = made.start(ALL, fitting, 4)
+    assert again is not None
+    assert (again.trigger.reason, again.trigger.urgent) == ("the run resumes", False)
+    assert made.start(ALL, fitting, 0) is None
+
+
+def test_lost_devices_are_left_under_the_layouts_in_force_where_no_other_can_be_reached():
+    """Every faster target needs a Split for which there is no memory; destroying replicas needs none."""
+    made = controller(PPO, memory_gib=1.4)
+    plan = Plan.uniform(PPO.model_stages, StagePlan(Layout(1, 2), 4, ALL, 8))
+    assert made.cost_model.fits(plan, made.workload)
+    decision = made.start((0, 1, 2, 3), plan)
+    assert decision is not None
+    assert decision.outcome is Outcome.URGENT
+    assert decision.target is not None
+    assert decision.target.plan.devices <= {0, 1, 2, 3}
+
+
+def test_a_slower_cluster_is_seen_while_responses_grow():
+    made = controller(PPO)
+    plan = made.initial_plan(ALL)
+    made.start(ALL, plan)
+    seen: set[Signal] = set()
+    for step in range(1, 31):
+        world = World(made, factor=1.0 if step < 8 else 4.0)
+        decision = made.step(world.telemetry(step, plan, 128.0 * 1.14**step), plan)
+        if decision is not None:
+            seen |= set(decision.trigger.signals)
+            # The plan in force stays, whatever was decided.
+    assert seen & {Signal.COMPUTE, Signal.COMMUNICATION}
+
+
+def test_a_long_tail_now_and_then_is_no_drift_of_efficiency():
+    made = controller(PPO)
+    plan = Plan.uniform(PPO.model_stages, StagePlan(Layout(2, 1), 4, ALL, 4))
+    made.start(ALL, plan)
+    for step in range(1, 40):
+        lengths = (256.0,) * 63 + (512.0 if step % 2 else 1536.0,)
+        work = replace(workload(), response_length=LengthStats.of(lengths))
+        found = CostModel(PPO, cluster(), Calibration()).estimate(plan, work)
+        telemetry = StepTelemetry(step, ALL, lengths, 64.0, found.stage_seconds, found.step_seconds)
+        decision = made.step(telemetry, plan)
+        if decision is not None:
+            assert not {Signal.COMPUTE, Signal.COMMUNICATION} & set(decision.trigger.signals)
+
+
+def test_a_static_run_leaves_no_intervals_behind():
+    made = run(controller(PPO, policy="static"), [256.0 * 1.2**step for step in range(12)])[2]
+    assert made.monitor.horizon([Signal.LENGTH]) > 1.0
 
 
 def test_devices_that_come_are_used_if_that_pays():
-    decisions, plan = run(controller(PPO, gamma=50.0), [1024.0] * 12, {2: (0, 1, 2, 3), 8: ALL}, factor=20.0)
+    decisions, plan, _ = run(controller(PPO, gamma=1.0), [1024.0] * 12, {2: (0, 1, 2, 3), 8: ALL}, factor=60.0)
     assert [d.trigger.signals for d in decisions if d.admitted][-1] == (Signal.POOL,)
     assert plan.devices > {0, 1, 2, 3}
 
@@ -128,7 +190,7 @@ def test_devices_that_come_are_used_if_that_pays():
 def test_a_predicted_memory_violation_is_urgent_and_mended():
     made = controller(GRPO, memory_gib=3.0)
     lengths = [256.0] * 4 + [4096.0] * 2
-    decisions, plan = run(made, lengths)
+    decisions, plan, _ = run(made, lengths)
     urgent = [d for d in decisions if Signal.MEMORY in d.trigger.signals]
     assert urgent
     assert urgent[0].outcome is Outcome.URGENT
@@ -138,9 +200,10 @@ def test_a_predicted_memory_violation_is_urgent_and_mended():
 
 def test_what_fits_nowhere_stays_and_says_why():
     made = controller(GRPO, memory_gib=1.2)
-    decisions, _ = run(made, [256.0, 8000.0, 8000.0])
+    decisions, _, _ = run(made, [256.0, 8000.0, 8000.0])
     assert decisions
-    assert {d.outcome for d in decisions} == {Outcome.REJECTED}
+    assert {d.outcome for d in decisions} == {Outcome.INFEASIBLE}
+    assert not any(d.stranded for d in decisions)
     assert "fit" in decisions[0].reason
 
 
@@ -161,10 +224,10 @@ def test_a_transition_that_moves_nothing_teaches_nothing_about_those_that_do():
 def test_policies():
     lengths = [256.0] * 4 + [2048.0] * 12
     assert run(controller(PPO, policy="static"), lengths)[0] == []
-    with pytest.raises(InfeasiblePlanError, match="policy static"):
-        run(controller(PPO, policy="static"), lengths, {3: (0, 1)})
-    always, _ = run(controller(PPO, policy=Policy.ALWAYS, gamma=1e-9), lengths)
-    every, _ = run(controller(PPO, policy="every_k", every=5), lengths)
+    stranded = run(controller(PPO, policy="static"), lengths[:3], {3: (0, 1)})[0]
+    assert [(d.outcome, d.stranded) for d in stranded] == [(Outcome.INFEASIBLE, True)]
+    always, _, _ = run(controller(PPO, policy=Policy.ALWAYS, gamma=0.0), lengths)
+    every, _, _ = run(controller(PPO, policy="every_k", every=5), lengths)
     assert all(d.outcome in (Outcome.OPPORTUNISTIC, Outcome.KEPT) for d in (*always, *every))
     assert [d.trigger.step for d in every] == [5, 10, 15]
 
@@ -202,7 +265,8 @@ def test_state_is_json_and_goes_on_where_it_was():
     ("options", "words"),
     [
         ({"policy": "greedy"}, "policy: 'greedy' is unknown"),
-        ({"gamma": 0.0}, "gamma"),
+        ({"gamma": -0.1}, "gamma"),
+        ({"gamma": 1.1}, "gamma"),
         ({"every": 0}, "every"),
         ({"fallbacks": -1}, "fallbacks"),
         ({"headroom": 1.5}, "headroom"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,25 @@ def test_the_summary_has_every_transition_and_rejection(tmp_path: Path):
     assert "After step 2, rejected" in text
 
 
+def test_a_record_outlives_a_kill_a_resumption_and_a_second_run(tmp_path: Path):
+    play(RunRecorder(), tmp_path)
+    with (tmp_path / "nereus.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')
+    resumed = RunRecorder()
+    resumed.started(replace(HEAD, step=3), tmp_path)
+    resumed.stepped(steps()[3])
+    resumed.ended()
+    run = read_run(tmp_path)
+    assert [record.step for record in run.steps] == [1, 2, 3, 4], "what is done again counts once"
+    assert tuple(run.decisions) == DECISIONS[:2], "what was decided later was undone"
+    play(RunRecorder(), tmp_path)
+    assert read_run(tmp_path).steps == steps(), "a run from the start is another run"
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"kind": "step"}', '{"kind": "run", "policy": 3}'])
 def test_what_is_no_record_is_named(tmp_path: Path, text: str):
     (tmp_path / "nereus.jsonl").write_text(text + ("\n" if text else ""))
-    with pytest.raises(ConfigurationError, match=r"line 1|empty"):
+    with pytest.raises(ConfigurationError, match=r"line 1|has no run"):
         read_run(tmp_path)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_run(tmp_path / "nowhere")

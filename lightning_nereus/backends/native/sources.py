@@ -50,7 +50,11 @@ class ModelSource:
             return self.model
         if isinstance(self.model, PreTrainedModel):
             return self.model.config
-        return AutoConfig.from_pretrained(self.model)
+        try:
+            return AutoConfig.from_pretrained(self.model)
+        except (OSError, ValueError) as error:
+            where = "is no such directory" if Path(self.model).is_absolute() else f"cannot be read ({error})"
+            raise ConfigurationError(f"model {self.model}", where, "Give a name on the hub or a directory") from error
 
     @cached_property
     def shape(self) -> ModelShape:
