@@ -160,6 +160,10 @@ def test_what_makes_no_sense_is_refused_before_any_process_starts(tmp_path: Path
         train(tmp_path, adaptation(), adaptation())
     with pytest.raises(ConfigurationError, match="inventory: gives"):
         train(tmp_path, adaptation(inventory=PoolTrace.constant((0, 9))))
+    with pytest.raises(ConfigurationError, match=r"inventory: gives \(5,\) for step 3"):
+        train(tmp_path, adaptation(inventory=PoolTrace(((0, (0, 1)), (3, (5,))))))
+    with pytest.raises(ConfigurationError, match=r"has no devices_at\(step\)"):
+        adaptation(inventory=lambda step: (0, 1))
     with pytest.raises(InfeasiblePlanError, match="no plan on 4 devices"):
         train(tmp_path, memory=1000.0)
     with pytest.raises(ConfigurationError, match="cluster: has 2 devices, the Trainer has 4"):

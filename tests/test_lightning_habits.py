@@ -17,7 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_nereus import PromptDataModule
+from lightning_nereus import NereusStrategy, PromptDataModule
+from lightning_nereus.errors import ConfigurationError
 from lightning_nereus.rl.countdown import countdown_prompts
 from lightning_nereus.rl.ppo import PPOModule
 from tests.test_strategy import TOKENIZER, config, module
@@ -117,6 +118,34 @@ def test_tensorboard_gets_every_step(tmp_path: Path):
     assert (tmp_path / "nereus.jsonl").exists(), "the record is where the logger writes"
 
 
+def test_one_module_does_not_inherit_what_another_learned(tmp_path: Path):
+    made, data = trainer(tmp_path, devices=2, max_steps=2, logger=False), prompts(validation=8)
+    made.fit(module("grpo", lr=0.1), data)
+    own = trainer(tmp_path, devices=2, logger=False).validate(module("grpo", seed=1), data, verbose=False)
+    assert made.validate(module("grpo", seed=1), data, verbose=False) == own
+
+
+def test_validation_batches_divide_among_the_replicas_of_every_plan(tmp_path: Path):
+    """One prompt a batch: sampled once each in validation, twice in training."""
+    data = PromptDataModule(countdown_prompts()[:8], TOKENIZER, 1, validation=2)
+    trainer(tmp_path, max_steps=2, val_check_interval=1).fit(module("grpo", minibatches=1), data)
+    plan = {name: {"dp": 2} for name in ("actor.generation", "reference.inference", "actor.training")}
+    with pytest.raises(ConfigurationError, match=r"actor\.generation dp: 2 replicas .* do not divide 1 rows"):
+        trainer(tmp_path, strategy=NereusStrategy(plan)).fit(module("grpo", minibatches=1), data)
+
+
+class Unpicklable(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"a function": lambda: None}
+
+
+def test_a_result_that_cannot_travel_says_so(tmp_path: Path):
+    with pytest.raises(Exception, match=r"(?i)pickle|lambda"):
+        trainer(tmp_path, Unpicklable(), devices=2, max_steps=1, enable_checkpointing=False).fit(
+            module("grpo"), prompts()
+        )
+
+
 class Raises(Callback):
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_rank == 2:
@@ -143,6 +172,7 @@ def test_an_interrupt_ends_the_run_and_leaves_no_process(tmp_path: Path):
     assert len(ranks) == 4
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode != 0
+    assert process.returncode == 130
+    assert "nereus: interrupted; what ran is in" in errors
     assert "Traceback" not in errors
     assert not any(rank.is_running() for rank in ranks)

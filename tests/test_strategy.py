@@ -310,6 +310,10 @@ def test_what_the_trainer_cannot_have_is_refused():
         Trainer(strategy="nereus", **options).fit(module("grpo", max_new_tokens=60), data)
     with pytest.raises(ConfigurationError, match="accumulate_grad_batches"):
         Trainer(strategy="nereus", accumulate_grad_batches=2, **options).fit(module("grpo"), data)
+    with pytest.raises(ConfigurationError, match="gradient_clip_val"):
+        Trainer(strategy="nereus", gradient_clip_val=1.0, **options).fit(module("grpo"), data)
+    with pytest.raises(ConfigurationError, match="num_nodes"):
+        Trainer(strategy="nereus", num_nodes=2, **options).fit(module("grpo"), data)
     with pytest.raises(ConfigurationError, match="datamodule"):
         Trainer(strategy="nereus", **options).fit(module("grpo"))
 
